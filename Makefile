@@ -38,7 +38,7 @@ MEASURED := docs/measurements
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
-	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
+	simulate-autoscaling simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -180,9 +180,6 @@ bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and to
 
 simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autoscaling by first tokens and by requests
 	$(BIN)/python -m benchmarks.autoscaling --out $(MEASURED)/autoscaling.md $(ARGS)
-
-simulate-prefill: $(VENV)/installed  ## Simulate prompts beside decoding and on engines of their own
-	$(BIN)/python -m benchmarks.prefill_elsewhere --out $(MEASURED)/prefill-elsewhere.md $(ARGS)
 
 simulate-fleet: $(VENV)/installed  ## Simulate fleets of 1,000 and 10,000 GPUs, and time the scheduler at their size
 	$(BIN)/python -m benchmarks.fleet --out $(MEASURED)/fleet.md $(ARGS)

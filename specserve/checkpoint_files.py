@@ -16,7 +16,7 @@ from specserve.config.pool import pool_sharers
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig, TargetConfig
 from specserve.drafters.ngram.tables import load_tables
 from specserve.drafters.translated.translation import TokenTranslation
-from specserve.errors import ConfigError, TokenizerMismatch, UnsupportedModel
+from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.models.adapters.files import AdapterFiles, read_adapter
 from specserve.models.adapters.layers import adaptable_layers
 from specserve.models.adapters.store import adapter_bytes, require_room_for
@@ -58,11 +58,6 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
     context = require_context(target, config.limits)
-    if config.replicas.prefill and is_encoder_decoder(read_config(target)):
-        raise ConfigError(
-            "replicas.prefill sends pages of prompts, and the target is an encoder-decoder, whose "
-            "prompts have none; leave it out"
-        )
     if config.draft.kind == "eagle":
         _require_head_of_target(target, config.draft)
     elif config.draft.kind in SELF_SPECULATIVE_KINDS:

@@ -128,21 +128,6 @@ FAMILIES = (
     ),
     MetricFamily("prefix_cache_hits_total", MetricKind.COUNTER, "Prompt tokens found there."),
     MetricFamily(
-        "prefill_pages_sent_total",
-        MetricKind.COUNTER,
-        "Pages of prompts that prefill engines sent to others.",
-    ),
-    MetricFamily(
-        "prefill_pages_imported_total",
-        MetricKind.COUNTER,
-        "Pages of prompts that engines took from prefill engines.",
-    ),
-    MetricFamily(
-        "prefill_fallbacks_total",
-        MetricKind.COUNTER,
-        "Prompts whose pages did not all come, so that the engine computed the rest itself.",
-    ),
-    MetricFamily(
         "draft_learning_steps_total",
         MetricKind.COUNTER,
         "Training steps of drafts that learn from served texts (draft.learn).",

@@ -209,11 +209,6 @@ MEANINGS: Mapping[str, str] = {
     "replicas.routing": "Which engine gets a request. `prefix`: the one that has its first token "
     "soonest, by what of its prompt it has cached and by how many requests it has. `queue`: the "
     "shorter queue of two engines, as Serve chooses by itself.",
-    "replicas.prefill": "Engines that compute long prompts for the others and send them the pages "
-    "([how](../guides/deploying.md#engines-for-prompts)). They have no draft, and their number is "
-    "fixed; 0: every engine computes its own.",
-    "replicas.prefill_from": "With `replicas.prefill`: prompts of which more tokens than this are "
-    "not cached go there.",
     "replicas.gateways": "Largest number of gateways; they scale by streams and CPU, "
     "apart from the engines.",
     "replicas.min_gateways": "Smallest number of gateways. With two or more, the loss of one "

@@ -162,15 +162,6 @@ class Endpoints:
                 }
                 for one in status.pools
             }
-        if status.prefill:
-            healthy["prefill_engines"] = {
-                self._model_name(one.model): {
-                    "engines": one.engines,
-                    "healthy": one.healthy,
-                    **({"why": one.why} if one.why else {}),
-                }
-                for one in status.prefill
-            }
         if status.learning:
             healthy["draft_learning"] = {
                 self._model_name(one.model): {

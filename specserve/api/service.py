@@ -72,16 +72,6 @@ class PoolStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillStatus:
-    """State of the prefill engines of a model."""
-
-    model: str  # "" where there is one model
-    engines: int  # that there should be
-    healthy: int  # that report, and make progress
-    why: str = ""  # what is wrong with those that report
-
-
-@dataclass(frozen=True, slots=True)
 class LearningStatus:
     """State of a model's drafts that are trained on served texts."""
 
@@ -106,7 +96,6 @@ class Status(Versioned):
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
     pools: tuple[PoolStatus, ...] = ()  # draft pools of which a device reports
     models: tuple[ModelStatus, ...] = ()  # each of several models; () if there is one
-    prefill: tuple[PrefillStatus, ...] = ()  # of each model that has prefill engines
     learning: tuple[LearningStatus, ...] = ()  # of each model with a draft that is trained
 
 

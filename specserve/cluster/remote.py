@@ -16,8 +16,7 @@ from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
 from specserve.cluster.hidden_relay import HiddenRelay
-from specserve.cluster.page_relay import PageRelay, PendingTransfer
-from specserve.cluster.pass_watch import DraftWatch, PassWatch, verify_seconds
+from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.remote_calls import (
     all_answers,
     are_held,
@@ -93,7 +92,6 @@ class RemoteTarget:
         self.has_answered = False  # since these ranks were attached
         self.busy_seconds = 0.0  # of rank 0
         self.pushing_round: int | None = None  # the last one that proposals follow
-        self.pages = PageRelay()  # to and from other engines
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
         self._lost_prefix_counts = (0, 0)  # counts of ranks that are gone
 
@@ -129,17 +127,12 @@ class RemoteTarget:
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self.pushing_round = self._number if message.wants_drafts else None
         self._released.clear()
-        pending = self.pages.take(delays_sequences=bool(steps))
         sent = time.perf_counter()
         calls = [
-            expect_answer(
-                Verdicts,
-                send_call(client, _with_transfers(message, pending, rank), self._deadline_s),
-                "the target",
-            )
-            for rank, client in enumerate(self._ranks)
+            expect_answer(Verdicts, send_call(rank, message, self._deadline_s), "the target")
+            for rank in self._ranks
         ]
-        return self._verdicts(self._ranks, message, calls, sent, pending)
+        return self._verdicts(self._ranks, message, calls, sent)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         """Release the sequences with the next round's message."""
@@ -161,25 +154,12 @@ class RemoteTarget:
         message: Verify,
         calls: Sequence[Coroutine[Any, Any, Verdicts]],
         sent: float,
-        pending: Sequence[PendingTransfer],
     ) -> Sequence[Verdict]:
         try:
             answers = await all_answers(calls)
         except Exception as error:
             self.pushing_round = None
-            for transfer in pending:
-                transfer.fail(WorkerLost(f"pages were lost with a round: {reason_of(error)}"))
             raise self._failure(ranks, error) from error
-        answered = time.perf_counter()
-        # A rank that imports longer is waited for by the others in their passes.
-        pass_s = min(map(verify_seconds, answers))
-        self.pages.observe(
-            pending,
-            pass_s=pass_s if message.steps else None,
-            overhead_s=answered - sent - pass_s,
-        )
-        for number, transfer in enumerate(pending):
-            transfer.resolve(tuple(answer.transfers[number] for answer in answers))
         first = answers[0]
         queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
@@ -191,6 +171,7 @@ class RemoteTarget:
         self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
+            answered = time.perf_counter()
             self._report(
                 Exchange(
                     "target",
@@ -488,12 +469,6 @@ class PushedProposals:
         ):
             return Proposal(step.seq_id, stop, (), None, stop)
         return replace(_truncated(prepared.proposal, step.gamma), num_cached=stop + step.gamma)
-
-
-def _with_transfers(message: Verify, pending: Sequence[PendingTransfer], rank: int) -> Verify:
-    if not pending:
-        return message
-    return replace(message, transfers=tuple(each.of_rank(rank) for each in pending))
 
 
 def _mark_retrieved(answer: asyncio.Future[Sequence[Proposal]]) -> None:

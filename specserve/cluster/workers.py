@@ -42,11 +42,9 @@ from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
-from specserve.models.checkpoints.page_version import page_version
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
-from specserve.models.page_exchange import exchange, page_bytes
 from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
@@ -141,11 +139,7 @@ class TargetWorker:
             if (compiler := self._model.grammar_states.grammar_compiler) is not None:
                 compiler.preload_tokenizer()
         freeze_objects()
-        cache = self._model.runner.cache
-        info = replace(self._model.info, curve=curve, page_bytes=page_bytes(cache))
-        if self._config.replicas.prefill:
-            checkpoint = target_checkpoint(self._config)
-            info = replace(info, page_version=page_version(checkpoint, self._config, cache))
+        info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
             _worker_place(self._site, self._model.runner.device),
@@ -219,8 +213,6 @@ class TargetWorker:
     def _answer(self, message: Message) -> Message:
         assert self._model is not None
         assert isinstance(message, Verify)
-        # Before the clock of the pass starts: one that waits for pages is not a slow pass.
-        found = exchange(self._model.runner.cache, message.transfers) if message.transfers else ()
         start = time.perf_counter()
         if self._drafter is not None:
             self._drafter.release(message.released)
@@ -240,7 +232,6 @@ class TargetWorker:
             cache.prefix_hits,
             spans,
             hidden,
-            found,
         )
 
     def _draft(self) -> None:

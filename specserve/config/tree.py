@@ -254,10 +254,6 @@ class ReplicasConfig:
     surge_percent: int | None = setting(None, integer(0, 100))
     # which engine gets a request: prefix: by what it has cached and has to do; queue: by the latter
     routing: str = setting("prefix", choice("prefix", "queue"))
-    # engines that compute long prompts for the others, without a draft and beside `min` and `max`
-    prefill: int = setting(0, integer(0, 4096))
-    # prompts that lack more tokens than this in the cache of their engine go there
-    prefill_from: int = setting(1024, integer(1, 2**31))
     gateways: int = setting(1, integer(1, 1024))  # at most; they scale apart from the engines
     min_gateways: int = setting(1, integer(1, 1024))
 
@@ -564,7 +560,6 @@ def _validate(config: Config) -> Config:
     _check_placement(draft, config.target)
     _check_learn(draft)
     check_pool(draft)
-    _check_prefill(config)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -641,21 +636,6 @@ def _check_learn(draft: DraftConfig) -> None:
     if draft.learn and draft.quantize is not None:
         raise ConfigError(
             "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
-        )
-
-
-def _check_prefill(config: Config) -> None:
-    if not config.replicas.prefill:
-        return
-    if not config.cache.prefix_caching:
-        raise ConfigError(
-            "replicas.prefill sends pages to the prefix caches of other engines, and "
-            "cache.prefix_caching is false; set it to true, or leave replicas.prefill out"
-        )
-    if config.draft.kind == "eagle":
-        raise ConfigError(
-            "replicas.prefill sends pages alone, and draft.kind eagle reads the target's hidden "
-            "states of prompts; choose another draft, or leave replicas.prefill out"
         )
 
 

@@ -99,7 +99,7 @@ class Admission:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
             constrained=request.grammar is not None,
-            cache_salt=page_salt(request),
+            cache_salt=_page_salt(request),
             adapter=request.adapter,
         )
 
@@ -158,7 +158,7 @@ class Admission:
             )
 
 
-def page_salt(request: Request) -> bytes:
+def _page_salt(request: Request) -> bytes:
     """Return the salt of a request's pages, which no other adapter can find."""
     if request.adapter is None:
         return request.cache_salt

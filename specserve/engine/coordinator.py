@@ -67,7 +67,7 @@ class Coordinator:
         on_displaced: abc.Callable[[int], None] | None = None,
     ) -> None:
         self._on_displaced = on_displaced
-        self.admission = Admission(info, speculation)
+        self._admission = Admission(info, speculation)
         gamma, max_gamma = speculation.gamma, speculation.max_gamma
         if gamma is not None and not 0 <= gamma <= max_gamma:
             raise BadValue(
@@ -93,7 +93,7 @@ class Coordinator:
         self._remote_workers = remote_workers
         self._crash_tracker = CrashTracker()
         self._info = info
-        self._draft_limit = self.admission.context if draft_context is None else draft_context
+        self._draft_limit = self._admission.context if draft_context is None else draft_context
         self._emit, self._report, self._clock = emit, report, clock
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
@@ -104,7 +104,7 @@ class Coordinator:
 
     def submit(self, request: Request) -> int:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
-        self.admission.check(request)
+        self._admission.check(request)
         if self._closed:
             raise Displaced(self.trouble or "the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
@@ -112,8 +112,8 @@ class Coordinator:
         sequence = Sequence(
             self._next_id,
             request,
-            self.admission.policy(request),
-            context=self.admission.max_length(request),
+            self._admission.policy(request),
+            context=self._admission.max_length(request),
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
             decoder_start=self._info.decoder_start,
@@ -142,11 +142,6 @@ class Coordinator:
         if seq_id in self._live:
             self._cancelled.append(seq_id)
 
-    def request_round(self) -> None:
-        """Send the target a message soon, an empty one if nothing runs: something goes with it."""
-        self._workers.is_due = True
-        self._wake.set()
-
     def close(self) -> None:
         """Take no more requests, end those that are running with an error, and let `run` return.
 
@@ -158,7 +153,7 @@ class Coordinator:
     @property
     def has_work(self) -> bool:
         """True if a round would do anything: chunks to emit, or pages to release, included."""
-        return bool(self._live or self.scheduler.released or self._outbox or self._workers.is_due)
+        return bool(self._live or self.scheduler.released or self._outbox)
 
     async def run(self) -> None:
         """Run rounds while there is work, until closed or until the engine gives up.
@@ -198,8 +193,8 @@ class Coordinator:
             finally:
                 self.in_round_since = None
         else:
-            if released or self._workers.is_due:
-                await self._workers.send_empty_round(with_drafter=released)
+            if released:
+                await self._workers.flush_releases()
             if self._live:
                 self._crash_tracker.record_stall()
                 self._give_up_if_at_fault("nothing can be scheduled")

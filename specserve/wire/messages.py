@@ -2,8 +2,7 @@
 
 Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of
 its items (codec.py). Frame 1, if there is one, has all sparse distributions of the message: first
-every id, then every probability. Frame 2, if there is one, has all its hidden states and pages, as
-they are.
+every id, then every probability. Frame 2, if there is one, has all its hidden states, as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
 from specserve.hidden_states import HiddenStates
 from specserve.learning_progress import LearningProgress
-from specserve.page_transfers import PageAnswer, PageTransfer
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -38,8 +36,6 @@ from specserve.wire.codec import (
     read_chunk,
     read_draft_step,
     read_hidden_states,
-    read_page_answers,
-    read_page_transfers,
     read_prepared_proposal,
     read_proposal,
     read_span,
@@ -50,8 +46,6 @@ from specserve.wire.codec import (
     write_chunk,
     write_draft_step,
     write_hidden_states,
-    write_page_answers,
-    write_page_transfers,
     write_prepared_proposal,
     write_proposal,
     write_span,
@@ -108,7 +102,6 @@ class Verify:
     number: int
     steps: tuple[VerifyStep, ...]
     released: tuple[int, ...] = ()
-    transfers: tuple[PageTransfer, ...] = ()  # of pages, before the pass
 
     @property
     def wants_drafts(self) -> bool:
@@ -129,7 +122,6 @@ class Verdicts:
     spans: tuple[Span, ...] = ()
     # Of committed positions that the pass computed, where a head in another process reads them.
     hidden: tuple[HiddenStates, ...] = ()
-    transfers: tuple[PageAnswer, ...] = ()  # one for each transfer of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +292,13 @@ def _prepared_proposals(
 
 
 def _verify(fields: Any, steps: tuple[VerifyStep, ...], arrays: ArrayReader) -> Verify:
-    numbers, released, transfers = fields
+    numbers, released = fields
     (number,) = _NUMBER.unpack(numbers)
-    return Verify(
-        number, steps, unpack_column("Q", released), read_page_transfers(transfers, arrays)
-    )
+    return Verify(number, steps, unpack_column("Q", released))
 
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -> Verdicts:
-    numbers, spans, hidden, transfers = fields
+    numbers, spans, hidden = fields
     number, seconds, pages_used, queries, hits = _VERDICTS.unpack(numbers)
     return Verdicts(
         number,
@@ -319,7 +309,6 @@ def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -
         hits,
         tuple([read_span(span) for span in spans]),
         read_hidden_states(hidden, arrays),
-        read_page_answers(transfers, arrays),
     )
 
 
@@ -397,7 +386,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         fields=lambda message, arrays: (
             _NUMBER.pack(message.number),
             pack_column("Q", message.released),
-            write_page_transfers(message.transfers, arrays),
         ),
         build=_verify,
         items=lambda message: message.steps,
@@ -415,7 +403,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
             ),
             [write_span(span) for span in message.spans],
             write_hidden_states(message.hidden, arrays),
-            write_page_answers(message.transfers, arrays),
         ),
         build=_verdicts,
         items=lambda message: message.verdicts,

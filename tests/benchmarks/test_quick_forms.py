@@ -28,7 +28,6 @@ IN_PROCESS = {
     "benchmarks.neighbours": (),
     "benchmarks.pacer": ("--texts", "json"),
     "benchmarks.pools": (),
-    "benchmarks.prefill_elsewhere": (),
     "benchmarks.prompts": (),
     "benchmarks.quantized": (),
     "benchmarks.structured": (),

@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
-from specserve.api.service import LearningStatus, PoolStatus, PrefillStatus
+from specserve.api.service import LearningStatus, PoolStatus
 from specserve.cluster import status_board
 from specserve.cluster.console import StatusLine, StatusScreen
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
     POOL,
-    PREFILL,
     SILENT_AFTER_S,
     Answer,
     Board,
@@ -55,40 +54,6 @@ def test_a_device_of_a_pool_learns_the_engines_of_the_others_and_a_status_has_th
     page = StatusScreen(title="it", hints=()).render(board.status())
     assert "draft pool shared: 2 devices for 4 engines, 50% busy" in page.plain
     assert "draft pool other: 1 device for 2 engines, 50% busy" in page.plain
-
-
-def test_prefill_engines_are_counted_beside_engines_and_take_no_health_from_them() -> None:
-    clock = Clock()
-    board = Board(clock, prefill={"": 3})
-    assert board.status().prefill == (PrefillStatus("", 3, 0),)
-    board.report(ReplicaReport("a", PREFILL, None, Snapshot({})))
-    assert not board.status().healthy, "they serve no request"
-    avoided, loss = ("a GPU is avoided",), ("target: killed",)
-    board.report(
-        ReplicaReport("b", PREFILL, "a worker died", Snapshot({}), None, avoided, losses=loss)
-    )
-    board.report(ReplicaReport("e", ENGINE, None, Snapshot({})))
-    status = board.status()
-    assert (status.healthy, status.replicas) == (True, 1)
-    assert status.prefill == (PrefillStatus("", 3, 1, "a worker died"),)
-    assert status.troubles == ("a GPU is avoided", "prefill engine: a worker died")
-    assert (status.device_troubles, status.losses) == (avoided, loss)
-    page = StatusScreen(title="it", hints=()).render(status)
-    assert "prefill engines: 1 of 3 healthy" in page.plain
-    clock.now += SILENT_AFTER_S + 1
-    assert board.status().prefill == (PrefillStatus("", 3, 0),)
-
-
-def test_each_model_has_its_own_count_of_prefill_engines() -> None:
-    board = Board(models={"small": False, "large": False}, prefill={"small": 1, "large": 2})
-    board.report(ReplicaReport("a", PREFILL, None, Snapshot({}), model="large"))
-    board.report(ReplicaReport("b", PREFILL, "a rank hangs", Snapshot({}), model="small"))
-    status = board.status()
-    assert status.prefill == (
-        PrefillStatus("small", 1, 0, "a rank hangs"),
-        PrefillStatus("large", 2, 1),
-    )
-    assert "small: prefill engine: a rank hangs" in status.troubles
 
 
 def learned(replica: str, steps: int, since: float | None, model: str = "") -> ReplicaReport:

@@ -74,8 +74,6 @@ CONTRACT = {
         "downscale_delay_s",
         "surge_percent",
         "routing",
-        "prefill",
-        "prefill_from",
         "gateways",
         "min_gateways",
     },
