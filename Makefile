@@ -37,7 +37,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-peers \
 	simulate-autoscaling simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
 
 help:  ## List the commands
@@ -203,9 +203,6 @@ bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
 
 first-minutes: $(VENV)/installed-for-tests  ## Run the quick start in a fresh environment and time it
 	$(BIN)/python -m benchmarks.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
-
-bench-learning: $(VENV)/installed-for-tests  ## Measure a draft that learns, for an hour
-	$(BIN)/python -m benchmarks.learning --out $(MEASURED)/learning.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

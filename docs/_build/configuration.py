@@ -118,9 +118,8 @@ MEANINGS: Mapping[str, str] = {
     "([what it gains](../guides/your-model.md#a-quantised-draft)).",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",
-    "draft.learn": "Whether a draft model, an EAGLE-3 head or heads learn from the served texts "
-    "([how](../guides/your-model.md#a-draft-that-learns)), or tables count them. The default is no "
-    "for the former, and for tables yes if none are given.",
+    "draft.learn": "Whether tables count the served texts. The default is yes if no tables are "
+    "given.",
     "draft.dtype": "As `target.dtype`.",
     "draft.device": "As `target.device`.",
     "draft.threads": "As `target.threads`.",

@@ -167,8 +167,6 @@ class Engine:
             engine_key=self._replies.public_key,
             model=self._label,
             info=EngineInfo(self._group.info),
-            learns=self._group.learns,
-            seconds_since_step=self._running_engine.seconds_since_step,
         )
 
 

@@ -29,7 +29,6 @@ from specserve.cluster.remote_calls import (
 from specserve.cluster.transport.link import Client
 from specserve.engine.trace import Exchange
 from specserve.errors import Displaced, SpecserveError, TargetReplaced, WorkerLost
-from specserve.learning_progress import LearningProgress
 from specserve.types import (
     DraftStep,
     PreparedProposal,
@@ -88,7 +87,6 @@ class RemoteTarget:
         self.on_lost: OnLost = log.error  # called with the reason when a rank is lost
         # Called with the proposals that rank 0 sends ahead, if it drafts.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
-        self.learning: LearningProgress | None = None  # of a draft on rank 0, if it learns
         self.has_answered = False  # since these ranks were attached
         self.busy_seconds = 0.0  # of rank 0
         self.pushing_round: int | None = None  # the last one that proposals follow
@@ -99,7 +97,6 @@ class RemoteTarget:
         """Use these ranks from now on. Their KV caches are empty."""
         self._ranks, self._clocks, self.has_answered = tuple(ranks), ClockAlignment(), False
         self._ranks[0].on_prepared = self.on_prepared
-        self._ranks[0].on_learning = self._on_learning
         self.watch.restart()
         self._lost_prefix_counts = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
@@ -138,9 +135,6 @@ class RemoteTarget:
         """Release the sequences with the next round's message."""
         self._released += seq_ids
         self._held.difference_update(seq_ids)
-
-    def _on_learning(self, progress: LearningProgress) -> None:
-        self.learning = progress
 
     async def _verify_once_attached(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         await self._attached.wait()
@@ -229,7 +223,6 @@ class RemoteDrafter:
         self._pending_answer: asyncio.Future[Sequence[Proposal]] | None = None
         self._mean_answer_s = INITIAL_ANSWER_S  # kept when the worker is replaced
         self.on_lost: OnLost = log.error  # called with the reason when the worker is lost
-        self.learning: LearningProgress | None = None  # if the draft learns
         self.has_answered = False
         self.busy_seconds = 0.0
         self.pages_used = 0
@@ -238,7 +231,6 @@ class RemoteDrafter:
         """Use this worker from now on. Its KV cache is empty."""
         (self._worker,) = workers
         self._worker.on_prepared = self._on_prepared
-        self._worker.on_learning = self._on_learning
         self._clocks, self.has_answered = ClockAlignment(), False
         self._watch.restart()
         self._released.clear()
@@ -281,9 +273,6 @@ class RemoteDrafter:
         self._released += seq_ids
         self._held.difference_update(seq_ids)
         self._relay.release(seq_ids)
-
-    def _on_learning(self, progress: LearningProgress) -> None:
-        self.learning = progress
 
     def _on_prepared(self, message: PreparedProposals) -> None:
         if message.number == self._number:

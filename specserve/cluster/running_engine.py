@@ -170,11 +170,6 @@ class RunningEngine:
             self._gauges.observe_load_limit(self.first_tokens)
         return self._registry.snapshot()
 
-    @property
-    def seconds_since_step(self) -> float | None:
-        """Seconds since the draft's training was last seen to advance; None before."""
-        return self._gauges.seconds_since_step
-
     async def close(self) -> None:
         """End the rounds and the workers."""
         self._drain_checks.cancel()

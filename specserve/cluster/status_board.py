@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.api.rates import ClientUse, UseByGateway
-from specserve.api.service import LearningStatus, ModelStatus, PoolStatus, Status
+from specserve.api.service import ModelStatus, PoolStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.errors import VersionMismatch
 from specserve.metrics import Snapshot, merge
@@ -35,7 +35,6 @@ MAX_SILENT = 100
 """Replicas that fell silent and may come back; of older ones only the sum is kept."""
 CHECK_PLACEMENT_EVERY_S = 2.0
 NO_ENGINE = "no engine replica reports"
-LEARNING_STEPS = "draft_learning_steps_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,6 @@ class ReplicaReport(Versioned):
     model: str = ""  # of an engine of one of several models
     pool: PoolStatus | None = None  # of a device of a draft pool
     info: EngineInfo | None = None  # of an engine
-    learns: bool = False  # of an engine: its draft is trained
-    seconds_since_step: float | None = None  # of that training
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +210,6 @@ class Board:
             metrics=tuple(metrics),
             models=models,
             pools=_sum_pools([report.pool for report in reports if report.pool is not None]),
-            learning=_learning(engines, metrics),
             replicas=len(engines),
             troubles=tuple(troubles),
             device_troubles=tuple(sorted(device_troubles)),
@@ -269,27 +265,6 @@ def _sum_pools(devices: Sequence[PoolStatus]) -> tuple[PoolStatus, ...]:
             sum(one.busy for one in each) / len(each),
         )
         for name, each in sorted(pools.items())
-    )
-
-
-def _learning(
-    engines: Sequence[ReplicaReport], metrics: Sequence[Snapshot]
-) -> tuple[LearningStatus, ...]:
-    """Return the state of each model's drafts that are trained, with the steps in their metrics."""
-    trained: dict[str, list[float | None]] = {}
-    for engine in engines:
-        if engine.learns:
-            trained.setdefault(engine.model, []).append(engine.seconds_since_step)
-    counted = [Snapshot({LEARNING_STEPS: one.samples.get(LEARNING_STEPS, {})}) for one in metrics]
-    steps = merge(counted).samples.get(LEARNING_STEPS, {})
-    return tuple(
-        LearningStatus(
-            model,
-            len(since),
-            int(steps.get((model,) if model else (), (0.0,))[0]),
-            min((one for one in since if one is not None), default=None),
-        )
-        for model, since in sorted(trained.items())
     )
 
 

@@ -65,7 +65,6 @@ DRAFT_KINDS = (
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
-LEARNING_KINDS = ("neural", "eagle", "heads", *NGRAM_KINDS)  # take `draft.learn`
 # draft on a target's rank, where they need no threads of their own
 KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
 PLACEMENTS = ("auto", "together", "apart")
@@ -106,8 +105,7 @@ class DraftConfig:
     quantize: str | None = setting(None, none_as("none", choice("int8", "int4", "fp8")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
-    # whether a draft model, an EAGLE-3 head or heads are trained on the served texts, or tables are
-    # counted from them; None: tables if there are none to begin with
+    # whether tables are counted from the served texts; None: if there are none to begin with
     learn: bool | None = setting(None, boolean())
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
@@ -127,11 +125,6 @@ class DraftConfig:
     def is_pooled(self) -> bool:
         """True if engines share drafts, and have none of their own."""
         return self.pool.name is not None
-
-    @property
-    def is_trained(self) -> bool:
-        """True if it is trained on served texts. Tables learn by counting."""
-        return self.learn is True and self.kind not in NGRAM_KINDS
 
     @property
     def may_be_apart(self) -> bool:
@@ -628,14 +621,10 @@ def _check_page_dtype(config: Config) -> None:
 
 
 def _check_learn(draft: DraftConfig) -> None:
-    if draft.learn is not None and draft.kind not in LEARNING_KINDS:
+    if draft.learn is not None and draft.kind not in NGRAM_KINDS:
         raise ConfigError(
-            f"draft.learn belongs to the kinds {', '.join(LEARNING_KINDS)}, "
+            f"draft.learn belongs to the kinds {', '.join(NGRAM_KINDS)}, "
             f"and draft.kind is {draft.kind}; leave it out"
-        )
-    if draft.learn and draft.quantize is not None:
-        raise ConfigError(
-            "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
         )
 
 

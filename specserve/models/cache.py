@@ -86,8 +86,6 @@ class PagedCache:
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
-        # Of the weights that compute it; sequences that began under others share no pages.
-        self.generation = b""
         self._num_layers, self._dims, self._dtype = (
             num_layers,
             (head_dim, v_head_dim or head_dim),
@@ -152,7 +150,7 @@ class PagedCache:
     def begin(self, seq_id: int, salt: bytes) -> None:
         """Start a sequence that shares pages with those of the same salt, unless it is there."""
         if seq_id not in self._sequences:
-            self._add_sequence(seq_id).salt = salt + self.generation
+            self._add_sequence(seq_id).salt = salt
 
     def can_reserve(self, seq_id: int, length: int) -> bool:
         return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free

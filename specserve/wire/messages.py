@@ -7,7 +7,6 @@ every id, then every probability. Frame 2, if there is one, has all its hidden s
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import msgpack  # type: ignore[import-untyped]
 from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
 from specserve.hidden_states import HiddenStates
-from specserve.learning_progress import LearningProgress
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -151,13 +149,6 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class LearningReport:
-    """How far a draft has learned, pushed by the worker that it lives in about once a second."""
-
-    progress: LearningProgress
-
-
-@dataclass(frozen=True, slots=True)
 class Chunks:
     """Tokens that one round committed for the requests of one gateway.
 
@@ -172,17 +163,7 @@ class Stop:
     """Request to end a worker's run."""
 
 
-Message = (
-    Propose
-    | Proposals
-    | PreparedProposals
-    | Verify
-    | Verdicts
-    | Failure
-    | LearningReport
-    | Chunks
-    | Stop
-)
+Message = Propose | Proposals | PreparedProposals | Verify | Verdicts | Failure | Chunks | Stop
 
 
 def pack(message: Message) -> list[bytes]:
@@ -265,7 +246,6 @@ _PROPOSE = struct.Struct("<Qd")  # number, deadline
 _PROPOSALS = struct.Struct("<QdQ")  # number, seconds, pages_used
 _VERDICTS = struct.Struct("<QdQQQ")  # number, seconds, pages_used, prefix_queries, prefix_hits
 _NUMBER = struct.Struct("<Q")
-_LEARNING = struct.Struct("<QQQdd")  # as in LearningProgress; what is None there is NaN
 
 
 def _propose(fields: Any, steps: tuple[DraftStep, ...], arrays: ArrayReader) -> Propose:
@@ -316,31 +296,6 @@ def _failure(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> Failure:
     (numbers, kind, message), () = fields, nothing
     (number,) = _NUMBER.unpack(numbers)
     return Failure(number, require_text(kind), require_text(message))
-
-
-def _learning(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> LearningReport:
-    (numbers,), () = fields, nothing
-    steps, swaps, rollbacks, before, acceptance = _LEARNING.unpack(numbers)
-    return LearningReport(
-        LearningProgress(steps, swaps, rollbacks, _number(before), _number(acceptance))
-    )
-
-
-def _learning_fields(report: LearningReport, arrays: ArrayWriter) -> Row:
-    progress = report.progress
-    return (
-        _LEARNING.pack(
-            progress.steps,
-            progress.swaps,
-            progress.rollbacks,
-            math.nan if progress.acceptance_before is None else progress.acceptance_before,
-            math.nan if progress.acceptance is None else progress.acceptance,
-        ),
-    )
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _chunks(fields: Any, chunks: tuple[Chunk, ...], arrays: ArrayReader) -> Chunks:
@@ -417,7 +372,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         ),
         build=_failure,
     ),
-    LearningReport: _Layout(fields=_learning_fields, build=_learning),
     Chunks: _Layout(
         fields=lambda message, arrays: (),
         build=_chunks,

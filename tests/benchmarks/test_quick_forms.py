@@ -47,7 +47,6 @@ WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.demo_race": (),
     "benchmarks.first_minutes": (),
-    "benchmarks.learning": (),
     "benchmarks.pipeline": ("--only", "sweep", "weighs", "simulation"),
     "benchmarks.placements": (),
     "benchmarks.routing": (),

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
 from specserve.hidden_states import HIDDEN_DTYPES, HiddenStates
-from specserve.learning_progress import LearningProgress
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -46,7 +45,6 @@ from specserve.wire.codec import MAX_SALT
 from specserve.wire.messages import (
     Chunks,
     Failure,
-    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -200,7 +198,6 @@ def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ..
     return st.lists(items, max_size=4).map(tuple)
 
 
-shares = st.floats(0, 1)
 messages = st.one_of(
     st.builds(
         Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts, hidden_states()
@@ -220,10 +217,6 @@ messages = st.one_of(
         hidden_states(),
     ),
     st.builds(Failure, counts, st.text(), st.text()),
-    st.builds(
-        LearningReport,
-        st.builds(LearningProgress, counts, counts, counts, st.none() | shares, st.none() | shares),
-    ),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
 )

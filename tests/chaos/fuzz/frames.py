@@ -11,7 +11,6 @@ import numpy as np
 
 from specserve.errors import BadFrame
 from specserve.hidden_states import HiddenStates
-from specserve.learning_progress import LearningProgress
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -34,7 +33,6 @@ from specserve.types import (
 from specserve.wire.messages import (
     Chunks,
     Failure,
-    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -106,7 +104,6 @@ def messages() -> list[Message]:
             hidden,
         ),
         Failure(1, "OutOfPages", "no room"),
-        LearningReport(LearningProgress(3, 2, 1, 0.5, None)),
         Chunks(
             (
                 Chunk(
@@ -164,7 +161,6 @@ def _invent(rng: random.Random, frame: bytes) -> bytes:
             "Verify",
             "Verdicts",
             "Failure",
-            "LearningReport",
             "Chunks",
             "Stop",
             "Gossip",
