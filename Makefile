@@ -167,7 +167,6 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
-	$(BIN)/python -m benchmarks.twelve_bits --out $(MEASURED)/twelve-bits.md
 
 bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and INT4 beside bf16
 	$(BIN)/python -m benchmarks.quantized --out $(MEASURED)/quantized.md $(ARGS)
