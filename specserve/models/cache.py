@@ -152,9 +152,6 @@ class PagedCache:
         if seq_id not in self._sequences:
             self._add_sequence(seq_id).salt = salt
 
-    def can_reserve(self, seq_id: int, length: int) -> bool:
-        return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free
-
     def reserve(self, seq_id: int, length: int) -> None:
         """Make room up to `length` in pages that this sequence alone may write.
 
