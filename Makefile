@@ -37,8 +37,8 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-decode gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
-	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
+	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-peers \
+	simulate-autoscaling simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -170,7 +170,6 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
-	$(BIN)/python -m benchmarks.twelve_bits --out $(MEASURED)/twelve-bits.md
 
 bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and INT4 beside bf16
 	$(BIN)/python -m benchmarks.quantized --out $(MEASURED)/quantized.md $(ARGS)
@@ -183,9 +182,6 @@ bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and to
 
 simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autoscaling by first tokens and by requests
 	$(BIN)/python -m benchmarks.autoscaling --out $(MEASURED)/autoscaling.md $(ARGS)
-
-simulate-prefill: $(VENV)/installed  ## Simulate prompts beside decoding and on engines of their own
-	$(BIN)/python -m benchmarks.prefill_elsewhere --out $(MEASURED)/prefill-elsewhere.md $(ARGS)
 
 simulate-fleet: $(VENV)/installed  ## Simulate fleets of 1,000 and 10,000 GPUs, and time the scheduler at their size
 	$(BIN)/python -m benchmarks.fleet --out $(MEASURED)/fleet.md $(ARGS)
@@ -209,9 +205,6 @@ bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
 
 first-minutes: $(VENV)/installed-for-tests  ## Run the quick start in a fresh environment and time it
 	$(BIN)/python -m benchmarks.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
-
-bench-learning: $(VENV)/installed-for-tests  ## Measure a draft that learns, for an hour
-	$(BIN)/python -m benchmarks.learning --out $(MEASURED)/learning.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

@@ -16,20 +16,19 @@ from specserve.config.pool import pool_sharers
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig, TargetConfig
 from specserve.drafters.ngram.tables import load_tables
 from specserve.drafters.translated.translation import TokenTranslation
-from specserve.errors import ConfigError, TokenizerMismatch, UnsupportedModel
+from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.models.adapters.files import AdapterFiles, read_adapter
 from specserve.models.adapters.layers import adaptable_layers
 from specserve.models.adapters.store import adapter_bytes, require_room_for
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import (
     check_can_round,
-    check_can_train,
     is_encoder_decoder,
     read_config,
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device, resolve_dtype
-from specserve.models.eagle.checkpoint import require_eagle_for, require_trainable
+from specserve.models.eagle.checkpoint import require_eagle_for
 from specserve.models.heads import require_heads_for
 from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
@@ -58,11 +57,6 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
     context = require_context(target, config.limits)
-    if config.replicas.prefill and is_encoder_decoder(read_config(target)):
-        raise ConfigError(
-            "replicas.prefill sends pages of prompts, and the target is an encoder-decoder, whose "
-            "prompts have none; leave it out"
-        )
     if config.draft.kind == "eagle":
         _require_head_of_target(target, config.draft)
     elif config.draft.kind in SELF_SPECULATIVE_KINDS:
@@ -167,17 +161,10 @@ def _require_known_tokens(
         require_same_kind(target, found, key="draft.path")
         if draft.quantize is not None:
             check_can_round(found, read_config(found))
-        if draft.learn and draft.kind == "neural":
-            check_can_train(found, read_config(found))
         own = Tokenizer.load(found)
         if draft.kind != "neural" or is_stage:
             tokenizer.require_same_vocabulary(own)
         elif tokenizer.has_other_meanings(own):
-            if draft.learn:
-                raise TokenizerMismatch(
-                    "draft.learn trains a draft on the target's tokens, and draft.path "
-                    f"{draft.path} has another tokenizer; leave draft.learn out"
-                )
             _require_translatable(target, tokenizer, own, draft)
 
 
@@ -209,9 +196,7 @@ def _require_head_of_target(target: Path, draft: DraftConfig) -> None:
     _require_decoder_only(target, draft)
     assert draft.path is not None, "the config has been checked"
     head = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
-    info = require_eagle_for(target, head)
-    if draft.learn:
-        require_trainable(head, info)
+    require_eagle_for(target, head)
 
 
 def _require_decoder_only(target: Path, draft: DraftConfig) -> None:

@@ -17,8 +17,6 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import Checkpoints, draft_translation, find_checkpoints
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config, require_no_pool
-from specserve.drafters.base import never
-from specserve.drafters.learning.learner import DraftLearner
 from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange
@@ -87,7 +85,6 @@ class LocalDrafter:
         self, model: SyncDrafter, *, threads: int | None = None, report: Report | None = None
     ) -> None:
         self._model, self._threads, self._report = model, threads, report
-        self._learner: DraftLearner | None = getattr(model, "learner", None)
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         _use_threads(self._threads)
@@ -95,8 +92,6 @@ class LocalDrafter:
         proposals = self._model.propose(steps, start + deadline)
         if self._report is not None:
             self._report(_exchange("draft", "draft", start))
-        if self._learner is not None:
-            self._learner.step(never)
         return proposals
 
     async def release(self, seq_ids: Sequence[int]) -> None:

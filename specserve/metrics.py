@@ -127,43 +127,6 @@ FAMILIES = (
         "Prompt tokens looked up in the prefix cache.",
     ),
     MetricFamily("prefix_cache_hits_total", MetricKind.COUNTER, "Prompt tokens found there."),
-    MetricFamily(
-        "prefill_pages_sent_total",
-        MetricKind.COUNTER,
-        "Pages of prompts that prefill engines sent to others.",
-    ),
-    MetricFamily(
-        "prefill_pages_imported_total",
-        MetricKind.COUNTER,
-        "Pages of prompts that engines took from prefill engines.",
-    ),
-    MetricFamily(
-        "prefill_fallbacks_total",
-        MetricKind.COUNTER,
-        "Prompts whose pages did not all come, so that the engine computed the rest itself.",
-    ),
-    MetricFamily(
-        "draft_learning_steps_total",
-        MetricKind.COUNTER,
-        "Training steps of drafts that learn from served texts (draft.learn).",
-    ),
-    MetricFamily(
-        "draft_learning_swaps_total",
-        MetricKind.COUNTER,
-        "Times that a draft's weights were replaced by those that it had learned.",
-    ),
-    MetricFamily(
-        "draft_learning_rollbacks_total",
-        MetricKind.COUNTER,
-        "Of these, times that the earlier weights came back, since fewer drafts were accepted.",
-    ),
-    MetricFamily(
-        "draft_learning_acceptance",
-        MetricKind.AVERAGED,
-        "Share of the latest verified draft tokens that was accepted, before the last swap of the "
-        "draft's weights and since.",
-        ("when",),
-    ),
     MetricFamily("num_requests_running", MetricKind.SUMMED, "Sequences that take part in rounds."),
     MetricFamily("num_requests_waiting", MetricKind.SUMMED, "Sequences in the queue."),
     MetricFamily(

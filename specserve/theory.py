@@ -56,22 +56,6 @@ def best_gamma(alpha: float, c: float, max_gamma: int, *, hit_rate: float = 0.0)
     )
 
 
-def can_gain(alpha: float, c: float) -> bool:
-    """Return whether some gamma makes decoding faster (2211.17192, Corollary 3.9).
-
-    It does if and only if alpha > c.
-    """
-    return alpha > c
-
-
-def least_gain(alpha: float, c: float) -> float:
-    """Return the factor that the best gamma gains at least, where a gain is possible.
-
-    It is that of gamma = 1 (2211.17192, Corollary 3.9).
-    """
-    return (1 + alpha) / (1 + c)
-
-
 def phi(x: float, alpha: float, k: int) -> float:
     """Return the generating function of the tokens of one round, E[x^tokens] (2312.11462).
 

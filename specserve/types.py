@@ -412,10 +412,6 @@ class ModelInfo:
     # Seconds of a pass by the positions in it, as the warm-up measured them; () without warm-up.
     curve: Curve = ()
     prefix_caching: bool = False  # sequences find the full pages of others that begin equally
-    page_bytes: int = 0  # of one rank
-    # A hash of all that the contents of pages depend on, but for tokens: engines exchange pages
-    # only if theirs are equal. b"" where none are exchanged.
-    page_version: bytes = b""
     # The token that every text of an encoder-decoder begins with, its prompt being the encoder
     # input; None: there is no encoder.
     decoder_start: int | None = None

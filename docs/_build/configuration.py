@@ -118,9 +118,8 @@ MEANINGS: Mapping[str, str] = {
     "([what it gains](../guides/your-model.md#a-quantised-draft)).",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",
-    "draft.learn": "Whether a draft model, an EAGLE-3 head or heads learn from the served texts "
-    "([how](../guides/your-model.md#a-draft-that-learns)), or tables count them. The default is no "
-    "for the former, and for tables yes if none are given.",
+    "draft.learn": "Whether tables count the served texts. The default is yes if no tables are "
+    "given.",
     "draft.dtype": "As `target.dtype`.",
     "draft.device": "As `target.device`.",
     "draft.threads": "As `target.threads`.",
@@ -151,8 +150,7 @@ MEANINGS: Mapping[str, str] = {
     f"{STAGE}.support": "The default is the draft's.",
     f"{STAGE}.learn": "As `draft.learn`.",
     "speculation.verifier": "How draft tokens are verified ([exactness](../design/exactness.md)). "
-    "`auto` is `coupled` for requests with a seed, and for others `block` or `coupled`, whichever "
-    "gives more tokens a second.",
+    "`auto` is `coupled` for requests with a seed, and `block` for others.",
     "speculation.gamma": "Draft tokens a round. `auto` lets the pacer choose; 0 is plain decoding.",
     "speculation.max_gamma": "Largest gamma that the pacer or a request may choose.",
     "speculation.anticipation.enabled": "Whether the draft prepares proposals while the target "
@@ -210,11 +208,6 @@ MEANINGS: Mapping[str, str] = {
     "replicas.routing": "Which engine gets a request. `prefix`: the one that has its first token "
     "soonest, by what of its prompt it has cached and by how many requests it has. `queue`: the "
     "shorter queue of two engines, as Serve chooses by itself.",
-    "replicas.prefill": "Engines that compute long prompts for the others and send them the pages "
-    "([how](../guides/deploying.md#engines-for-prompts)). They have no draft, and their number is "
-    "fixed; 0: every engine computes its own.",
-    "replicas.prefill_from": "With `replicas.prefill`: prompts of which more tokens than this are "
-    "not cached go there.",
     "replicas.gateways": "Largest number of gateways; they scale by streams and CPU, "
     "apart from the engines.",
     "replicas.min_gateways": "Smallest number of gateways. With two or more, the loss of one "

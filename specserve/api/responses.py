@@ -293,10 +293,13 @@ class StreamedResponse(GenerationResponse):
 
 
 def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
-    """Return the `specserve` object: what speculation did for all continuations together."""
+    """Return the `specserve` object: what speculation did for all continuations together.
+
+    The continuations of a request share one verifier.
+    """
     rounds, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
     return {
-        "verifier": ", ".join(sorted({one.verifier for one in stats})),
+        "verifier": stats[0].verifier,
         "lossless": all(one.lossless for one in stats),
         "rounds": rounds,
         "drafted": sum(one.drafted for one in stats),

@@ -162,24 +162,6 @@ class Endpoints:
                 }
                 for one in status.pools
             }
-        if status.prefill:
-            healthy["prefill_engines"] = {
-                self._model_name(one.model): {
-                    "engines": one.engines,
-                    "healthy": one.healthy,
-                    **({"why": one.why} if one.why else {}),
-                }
-                for one in status.prefill
-            }
-        if status.learning:
-            healthy["draft_learning"] = {
-                self._model_name(one.model): {
-                    "drafts": one.drafts,
-                    "steps": one.steps,
-                    "seconds_since_step": _rounded(one.seconds_since_step),
-                }
-                for one in status.learning
-            }
         if status.models:
             healthy["models"] = {one.name: one.why or "healthy" for one in status.models}
         return json_response(healthy | _trouble_member(trouble))
@@ -246,10 +228,6 @@ class Endpoints:
         for one in status.models:
             if one.name == model and not one.healthy:
                 raise Unavailable(f"{model}: {one.why}")
-
-    def _model_name(self, name: str) -> str:
-        """Return the name of a status' model, which has none where it is the only one."""
-        return name or self._models.find(None).served.name
 
     def _replica_counts(self, model: ModelBackend, status: Status) -> Snapshot:
         """Return the numbers of a model's engines, which the gateway knows from the board."""
@@ -359,10 +337,6 @@ class Endpoints:
             )
         except SpecserveError as error:
             return Status(ready=False, healthy=False, why=str(error))
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)
 
 
 def _trouble_member(trouble: KeyTrouble | None) -> dict[str, object]:

@@ -72,26 +72,6 @@ class PoolStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillStatus:
-    """State of the prefill engines of a model."""
-
-    model: str  # "" where there is one model
-    engines: int  # that there should be
-    healthy: int  # that report, and make progress
-    why: str = ""  # what is wrong with those that report
-
-
-@dataclass(frozen=True, slots=True)
-class LearningStatus:
-    """State of a model's drafts that are trained on served texts."""
-
-    model: str  # "" where there is one model
-    drafts: int  # that are trained at present
-    steps: int  # of all, those that are gone included
-    seconds_since_step: float | None = None  # None before the first
-
-
-@dataclass(frozen=True, slots=True)
 class Status(Versioned):
     """Health of the engines, as the gateway sees it."""
 
@@ -106,8 +86,6 @@ class Status(Versioned):
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
     pools: tuple[PoolStatus, ...] = ()  # draft pools of which a device reports
     models: tuple[ModelStatus, ...] = ()  # each of several models; () if there is one
-    prefill: tuple[PrefillStatus, ...] = ()  # of each model that has prefill engines
-    learning: tuple[LearningStatus, ...] = ()  # of each model with a draft that is trained
 
 
 class Service(Protocol):

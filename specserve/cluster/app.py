@@ -29,11 +29,10 @@ from specserve.cluster.placement import (
     engine_deployments,
     has_room,
     pool_bundles,
-    prefill_deployments,
 )
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
-from specserve.cluster.status_board import PREFILL, Board
+from specserve.cluster.status_board import Board
 from specserve.config.hub_models import unpinned_models
 from specserve.config.pool import pool_sharers, shared_draft_config
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
@@ -86,7 +85,6 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     wanted = {name: bundles(part, has_gpus=has_gpus) for name, part in parts.items()}
     surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
-    labels = {part.model: part.model if has_several else "" for part in config.each_model}
     board = serve.deployment(
         name="Board",
         ray_actor_options=_http_node_options(config, num_cpus=0),
@@ -94,28 +92,12 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Board).bind(
         may_sleep=config.replicas.min == 0,
         models={part.model: part.replicas.min == 0 for part in config.models if has_several},
-        prefill={
-            labels[part.model]: part.replicas.prefill
-            for part in config.each_model
-            if part.replicas.prefill
-        },
         min_gateways=config.replicas.min_gateways,
         watch=PlacementWatch(config),
     )
     pools = {
         name: _pool(sharers, board, has_gpus=has_gpus)
         for name, sharers in pool_sharers(config).items()
-    }
-    prefill = {
-        part.model: _prefill(
-            name,
-            part,
-            board,
-            has_gpus=has_gpus,
-            engine=engine or Engine,
-            label=labels[part.model],
-        )
-        for name, part in prefill_deployments(config).items()
     }
     engines = [
         serve.deployment(
@@ -130,7 +112,6 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             board,
             *([part.model] if has_several else []),
             **({"pool": pools[part.draft.pool.name]} if part.draft.pool.name else {}),
-            **({"prefill": prefill[part.model]} if part.model in prefill else {}),
         )
         for name, part in parts.items()
     ]
@@ -142,20 +123,6 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Gateway)
     application: Application = gateway.bind(config, board, *engines)
     return application
-
-
-def _prefill(
-    name: str, config: Config, board: Any, *, has_gpus: bool, engine: type[Any], label: str
-) -> Any:
-    """Return the engines that compute long prompts for those of the same model."""
-    wanted = bundles(config, has_gpus=has_gpus)
-    return serve.deployment(
-        name=name,
-        logging_config=logging_config(config),
-        max_surge_percent=_surge_percent(config.replicas, wanted),
-        **engine_options(config, wanted),
-        **_scaling_options(config.replicas),
-    )(engine).bind(config, wanted, board, label, role=PREFILL)
 
 
 def _pool(sharers: Sequence[Config], board: Any, *, has_gpus: bool) -> Any:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from specserve.cluster.cluster_address import running_clusters
 from specserve.cluster.placement import (
     NodeResources,
-    beside_engines,
     check_fits,
     first_bundles,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.cluster.ray_session import (
     HA_PROXY,
@@ -104,7 +104,7 @@ def _refusal(
             nodes,
             replicas=replicas,
             gateway=gateway_bundle(config),
-            beside=beside_engines(config, has_gpus=has_gpus),
+            beside=pool_bundles(config, has_gpus=has_gpus),
         )
     except ConfigError as error:
         return str(error)

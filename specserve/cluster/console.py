@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from specserve.api.service import LearningStatus, PoolStatus, PrefillStatus, Status
+from specserve.api.service import PoolStatus, Status
 from specserve.metrics import Snapshot, merge
 
 WINDOW_S = 10.0
@@ -128,8 +128,6 @@ class StatusScreen:
         if status is not None:
             yield from (Text(f"draft {where}", "dim") for where in status.draft_placements)
             yield from (Text(_pool_line(pool), "dim") for pool in status.pools)
-            yield from (Text(_prefill_line(one), "dim") for one in status.prefill)
-            yield from (Text(_learning_line(one), "dim") for one in status.learning)
         yield Text()
         if self._figures is not None:
             yield from map(Text, _rows(self._figures))
@@ -283,16 +281,3 @@ def _pool_line(pool: PoolStatus) -> str:
     devices = f"{pool.devices} device{'' if pool.devices == 1 else 's'}"
     engines = f"{pool.engines} engine{'' if pool.engines == 1 else 's'}"
     return f"draft pool {pool.name}: {devices} for {engines}, {pool.busy:.0%} busy"
-
-
-def _prefill_line(prefill: PrefillStatus) -> str:
-    of = f" of {prefill.model}" if prefill.model else ""
-    return f"prefill engines{of}: {prefill.healthy} of {prefill.engines} healthy"
-
-
-def _learning_line(learning: LearningStatus) -> str:
-    of = f" of {learning.model}" if learning.model else ""
-    drafts = f"{learning.drafts} draft{'' if learning.drafts == 1 else 's'}"
-    since = learning.seconds_since_step
-    last = "" if since is None else f", the last {_duration(since)} ago"
-    return f"learning{of}: {drafts}, {learning.steps} steps{last}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -19,8 +18,6 @@ from specserve.cluster.cpu_share import CpuShare
 from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement import Bundle
-from specserve.cluster.prefill_link import fetch_from
-from specserve.cluster.prompt_pages import PagePiece, PromptExporter, PromptImporter, WantedPages
 from specserve.cluster.releases import await_gateways, model_of
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
@@ -29,7 +26,6 @@ from specserve.cluster.running_engine import RunningEngine
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
-    PREFILL,
     EngineInfo,
     GatewayAnswer,
     ReplicaReport,
@@ -61,18 +57,13 @@ class Engine:
         board: Any,
         label: str = "",
         pool: Any = None,
-        prefill: Any = None,
-        role: str = ENGINE,
     ) -> None:
         """Start the workers; `label` is the model's name where several are served.
 
-        `pool` and `prefill` are handles of the draft pool and of the engines for long prompts. One
-        of these has the role PREFILL.
+        `pool` is the handle of the draft pool.
         """
         join_serve(config)
-        self._label, self._role = label, role
-        self._exporter: PromptExporter | None = None
-        self._importer: PromptImporter | None = None
+        self._label = label
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._replies = ReplyStreams()
         self._running_engine = await RunningEngine.start(
@@ -80,17 +71,15 @@ class Engine:
             bundles,
             replica=self._replica,
             emit=self._emit,
-            on_displaced=self._on_displaced,
+            on_displaced=self._replies.end,
             join=None if pool is None else pool.join.options(stream=True).remote,
         )
         self._coordinator, self._group = (
             self._running_engine.coordinator,
             self._running_engine.group,
         )
-        self._exchange_pages(config, prefill)
         self._reports = asyncio.create_task(report_forever(board, self._report))
-        if role == ENGINE:
-            await await_gateways(board)
+        await await_gateways(board)
         freeze_objects()
         log.info("engine %s is ready: %s", self._replica, self._group.places)
         log.info("draft.placement: %s", self._group.draft_placement)
@@ -107,9 +96,6 @@ class Engine:
         try:
             address.require_same_version()  # the request may be of another shape
             self._replies.connect(address)
-            if self._importer is not None:
-                self._coordinator.admission.check(request)
-                await self._importer.prepare(request)
             seq_id = self._running_engine.submit(request)
         except SpecserveError as error:
             return error
@@ -119,13 +105,6 @@ class Engine:
         finally:
             if self._replies.discard(seq_id):  # the caller has gone, or its chunks were not sent
                 self._coordinator.cancel(seq_id)
-
-    async def prefill(self, wanted: WantedPages) -> AsyncGenerator[PagePiece, None]:
-        """Compute a prompt for another engine, and yield its pages as they are finished."""
-        assert self._exporter is not None, "only engines for prompts are asked"
-        async with aclosing(self._exporter.send(wanted)) as pieces:
-            async for piece in pieces:
-                yield piece
 
     async def info(self) -> EngineInfo:
         return EngineInfo(self._group.info)
@@ -172,42 +151,14 @@ class Engine:
         await self._running_engine.close()
         self._replies.close()
 
-    def _exchange_pages(self, config: Config, prefill: Any) -> None:
-        """Take long prompts of other engines, or send them to those of the handle `prefill`."""
-        running, info, pages = self._running_engine, self._group.info, self._group.target.pages
-        if self._role == PREFILL:
-            self._exporter = PromptExporter(
-                info,
-                pages,
-                running.registry,
-                submit=running.submit,
-                cancel=self._coordinator.cancel,
-            )
-        if prefill is not None:
-            self._importer = PromptImporter(
-                info,
-                pages,
-                running.registry,
-                num_ranks=config.target.tensor_parallel,
-                prefill_from=config.replicas.prefill_from,
-                fetch=fetch_from(prefill),
-            )
-
-    def _on_displaced(self, seq_id: int, error: SpecserveError) -> None:
-        if self._exporter is not None:
-            self._exporter.end(seq_id, error)
-        self._replies.end(seq_id, error)
-
     def _emit(self, chunks: Sequence[Chunk]) -> None:
-        if self._exporter is not None:
-            self._exporter.observe(chunks)
         self._replies.send(chunks, can_resume_elsewhere=self._coordinator.can_resume_elsewhere)
 
     def _report(self) -> ReplicaReport:
         health = self._running_engine.health
         return ReplicaReport(
             self._replica,
-            self._role,
+            ENGINE,
             health.trouble,
             self._running_engine.snapshot().of_model(self._label),
             self._group.draft_placement,
@@ -216,8 +167,6 @@ class Engine:
             engine_key=self._replies.public_key,
             model=self._label,
             info=EngineInfo(self._group.info),
-            learns=self._group.learns,
-            seconds_since_step=self._running_engine.seconds_since_step,
         )
 
 

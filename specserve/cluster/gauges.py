@@ -9,7 +9,6 @@ from specserve.cluster.pass_watch import RankTimes
 from specserve.cluster.remote import PushedProposals
 from specserve.engine import Coordinator
 from specserve.engine.first_tokens import FirstTokenRecord
-from specserve.learning_progress import LearningProgress
 from specserve.metrics import Registry
 
 
@@ -25,13 +24,6 @@ class Gauges:
         self._last_busy = {"target": 0.0, "draft": 0.0}
         self._last_ranks: dict[int, RankTimes] = {}
         self._last_counts: dict[str, int] = {}
-        self._last_learning = LearningProgress()
-        self._last_step_at: float | None = None
-
-    @property
-    def seconds_since_step(self) -> float | None:
-        """Seconds since a draft that learns was seen to have made a step; None before its first."""
-        return None if self._last_step_at is None else time.monotonic() - self._last_step_at
 
     def observe(self, coordinator: Coordinator, group: WorkerGroup) -> None:
         scheduler = coordinator.scheduler
@@ -62,8 +54,6 @@ class Gauges:
                     "draft",
                 )
             busy["draft"] = group.drafter.busy_seconds
-            self._observe_learning(group.drafter.learning)
-        self._observe_learning(group.target.learning)
         now = time.monotonic()
         elapsed, self._last_time = max(now - self._last_time, 1e-9), now
         self._set_busy_fraction(busy, elapsed)
@@ -72,26 +62,6 @@ class Gauges:
     def observe_load_limit(self, first_tokens: FirstTokenRecord) -> None:
         """Set the load up to which first tokens are on time; 0 while none was too late."""
         self._registry.gauge("engine_load_limit").set(first_tokens.limit or 0.0, self._replica)
-
-    def _observe_learning(self, progress: LearningProgress | None) -> None:
-        """Count what a draft has learned; a worker that was replaced counts from 0 again."""
-        if progress is None:
-            return
-        last, self._last_learning = self._last_learning, progress
-        if progress.steps < last.steps:
-            last = LearningProgress()
-        if progress.steps > last.steps:
-            self._last_step_at = time.monotonic()
-        for name in ("steps", "swaps", "rollbacks"):
-            self._registry.counter(f"draft_learning_{name}_total").add(
-                getattr(progress, name) - getattr(last, name)
-            )
-        for when, rate in (
-            ("before", progress.acceptance_before),
-            ("since", progress.acceptance),
-        ):
-            if rate is not None:
-                self._registry.gauge("draft_learning_acceptance").set(rate, when)
 
     def _set_both(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge of the application, and that of this engine beside it."""

@@ -168,13 +168,6 @@ class WorkerGroup:
         return self._config.draft.placement if self.choice is None else self.choice.reason
 
     @property
-    def learns(self) -> bool:
-        """True while a worker trains a draft model or heads. Tables learn by counting."""
-        draft = self._config.draft
-        role = TARGET if draft.placement == TOGETHER else DRAFT
-        return draft.is_trained and bool(self._workers_of(role))
-
-    @property
     def workers(self) -> tuple[Worker, ...]:
         """Workers that are running at present."""
         return tuple(worker for supervisor in self.supervisors for worker in supervisor.workers)

@@ -24,7 +24,7 @@ class RankTimes:
         """Return the totals with one more pass."""
         return RankTimes(
             self.busy_seconds + answer.seconds,
-            self.pass_seconds + verify_seconds(answer),
+            self.pass_seconds + _verify_seconds(answer),
             self.num_passes + 1,
         )
 
@@ -101,7 +101,7 @@ class PassWatch(SlowPasses):
         return self._include(
             sum(len(step.tokens) + len(step.drafts) for step in steps),
             sum(step.start for step in steps),
-            max(map(verify_seconds, answers)),
+            max(map(_verify_seconds, answers)),
         )
 
     def _waits_for_grammars(self, answers: Sequence[Verdicts]) -> bool:
@@ -136,6 +136,5 @@ class DraftWatch(SlowPasses):
         )
 
 
-def verify_seconds(answer: Verdicts) -> float:
-    """Return the time that the pass itself took."""
+def _verify_seconds(answer: Verdicts) -> float:
     return sum(span.end - span.start for span in answer.spans if span.name == "verify")

@@ -19,8 +19,6 @@ FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
 GATEWAY_CPUS = 1.0
 ENGINE = "Engine"
 """Deployment of the engines; that of each of several models has the model's name behind it."""
-PREFILL = "Prefill"
-"""Deployment of the prefill engines, with the model's name behind it as for ENGINE."""
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 COUNTED = ("GPU", "CPU")
 REMEDY = {
@@ -104,46 +102,6 @@ def engine_deployments(config: Config) -> dict[str, Config]:
     if not config.models:
         return {ENGINE: config}
     return {f"{ENGINE}-{deployment_suffix(part.model)}": part for part in config.models}
-
-
-def prefill_deployments(config: Config) -> dict[str, Config]:
-    """Return the config of each model that has prefill engines, by their deployment.
-
-    They have no draft, and their number is fixed.
-    """
-    return {
-        PREFILL + name.removeprefix(ENGINE): _prefill_config(part)
-        for name, part in engine_deployments(config).items()
-        if part.replicas.prefill
-    }
-
-
-def _prefill_config(config: Config) -> Config:
-    number = config.replicas.prefill
-    return replace(
-        config,
-        draft=DraftConfig(kind="none"),
-        replicas=replace(
-            config.replicas, min=number, max=number, target_ttft_s=None, routing="queue"
-        ),
-    )
-
-
-def prefill_bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
-    """Return what all prefill engines need."""
-    return tuple(
-        replace(bundle, name=f"{name}: {bundle.name}")
-        for name, part in prefill_deployments(config).items()
-        for bundle in bundles(part, has_gpus=has_gpus) * part.replicas.min
-    )
-
-
-def beside_engines(config: Config, *, has_gpus: bool, at_most: bool = False) -> tuple[Bundle, ...]:
-    """Return what draft pools, at the start or `at_most`, and prefill engines need."""
-    return (
-        *pool_bundles(config, has_gpus=has_gpus, at_most=at_most),
-        *prefill_bundles(config, has_gpus=has_gpus),
-    )
 
 
 def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...], int]:
@@ -252,9 +210,7 @@ def check_fits(
     gateway: Bundle,
     beside: tuple[Bundle, ...] = (),
 ) -> None:
-    """Raise ConfigError if the nodes cannot hold that many replicas, a gateway and those beside.
-
-    These are the devices of draft pools, and prefill engines.
+    """Raise ConfigError if the nodes cannot hold that many replicas, a gateway and draft pools.
 
     The message says how much is needed and how much is free. Bundles that fit together, but on
     no single node, are found once they wait (`explain_waiting`).
@@ -273,9 +229,7 @@ def check_fits(
             )
             times = f"{replicas} x ({parts})" if replicas > 1 else parts
             plus = f" + gateway {gateway.resources[kind]:g}" if gateway.resources.get(kind) else ""
-            prefills = any(bundle.name.startswith(PREFILL) for bundle in beside)
-            name = "draft pools and prefill engines" if prefills else "draft pools"
-            plus += f" + {name} {others:g}" if others else ""
+            plus += f" + draft pools {others:g}" if others else ""
             rest = "" if free == total else f" free of {total:g}"
             raise ConfigError(
                 f"needs {_amount(kind, needed)} ({times}{plus}), the cluster has {free:g}{rest}; "

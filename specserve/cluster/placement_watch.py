@@ -13,7 +13,6 @@ from specserve.cluster.placement import (
     explain_waiting,
     gateway_bundle,
     pool_bundles,
-    prefill_deployments,
 )
 from specserve.config.tree import Config
 
@@ -52,10 +51,7 @@ class PlacementWatch:
         has_gpus = any(node.total.get("GPU") for node in found.nodes)
         engines = tuple(
             bundle
-            for deployment, part in (
-                *engine_deployments(self._config).items(),
-                *prefill_deployments(self._config).items(),
-            )
+            for deployment, part in engine_deployments(self._config).items()
             if self._has_waiting_engine(self._config.name, deployment)
             for bundle in bundles(part, has_gpus=has_gpus)
         )

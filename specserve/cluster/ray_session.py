@@ -19,11 +19,11 @@ from specserve.cluster.cluster_address import WAYS, require_answer, resolve, run
 from specserve.cluster.placement import (
     GATEWAY_CPUS,
     Bundle,
-    beside_engines,
     bundles,
     check_fits,
     first_bundles,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
@@ -143,7 +143,7 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
                 nodes,
                 replicas=replicas,
                 gateway=gateway,
-                beside=beside_engines(config, has_gpus=has_gpus),
+                beside=pool_bundles(config, has_gpus=has_gpus),
             )
         except ConfigError:
             if time.monotonic() > until:
@@ -321,7 +321,7 @@ def _num_cpus(config: Config) -> int:
         for bundle in bundles(part, has_gpus=False)
     )
     others = sum(
-        bundle.resources["CPU"] for bundle in beside_engines(config, has_gpus=False, at_most=True)
+        bundle.resources["CPU"] for bundle in pool_bundles(config, has_gpus=False, at_most=True)
     )
     gateways = config.replicas.gateways * GATEWAY_CPUS
     return max(os.cpu_count() or 1, int(engines + gateways + others) + 1)

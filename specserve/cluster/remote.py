@@ -16,8 +16,7 @@ from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
 from specserve.cluster.hidden_relay import HiddenRelay
-from specserve.cluster.page_relay import PageRelay, PendingTransfer
-from specserve.cluster.pass_watch import DraftWatch, PassWatch, verify_seconds
+from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.remote_calls import (
     all_answers,
     are_held,
@@ -30,7 +29,6 @@ from specserve.cluster.remote_calls import (
 from specserve.cluster.transport.link import Client
 from specserve.engine.trace import Exchange
 from specserve.errors import Displaced, SpecserveError, TargetReplaced, WorkerLost
-from specserve.learning_progress import LearningProgress
 from specserve.types import (
     DraftStep,
     PreparedProposal,
@@ -89,11 +87,9 @@ class RemoteTarget:
         self.on_lost: OnLost = log.error  # called with the reason when a rank is lost
         # Called with the proposals that rank 0 sends ahead, if it drafts.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
-        self.learning: LearningProgress | None = None  # of a draft on rank 0, if it learns
         self.has_answered = False  # since these ranks were attached
         self.busy_seconds = 0.0  # of rank 0
         self.pushing_round: int | None = None  # the last one that proposals follow
-        self.pages = PageRelay()  # to and from other engines
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
         self._lost_prefix_counts = (0, 0)  # counts of ranks that are gone
 
@@ -101,7 +97,6 @@ class RemoteTarget:
         """Use these ranks from now on. Their KV caches are empty."""
         self._ranks, self._clocks, self.has_answered = tuple(ranks), ClockAlignment(), False
         self._ranks[0].on_prepared = self.on_prepared
-        self._ranks[0].on_learning = self._on_learning
         self.watch.restart()
         self._lost_prefix_counts = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
@@ -129,25 +124,17 @@ class RemoteTarget:
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self.pushing_round = self._number if message.wants_drafts else None
         self._released.clear()
-        pending = self.pages.take(delays_sequences=bool(steps))
         sent = time.perf_counter()
         calls = [
-            expect_answer(
-                Verdicts,
-                send_call(client, _with_transfers(message, pending, rank), self._deadline_s),
-                "the target",
-            )
-            for rank, client in enumerate(self._ranks)
+            expect_answer(Verdicts, send_call(rank, message, self._deadline_s), "the target")
+            for rank in self._ranks
         ]
-        return self._verdicts(self._ranks, message, calls, sent, pending)
+        return self._verdicts(self._ranks, message, calls, sent)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         """Release the sequences with the next round's message."""
         self._released += seq_ids
         self._held.difference_update(seq_ids)
-
-    def _on_learning(self, progress: LearningProgress) -> None:
-        self.learning = progress
 
     async def _verify_once_attached(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         await self._attached.wait()
@@ -161,25 +148,12 @@ class RemoteTarget:
         message: Verify,
         calls: Sequence[Coroutine[Any, Any, Verdicts]],
         sent: float,
-        pending: Sequence[PendingTransfer],
     ) -> Sequence[Verdict]:
         try:
             answers = await all_answers(calls)
         except Exception as error:
             self.pushing_round = None
-            for transfer in pending:
-                transfer.fail(WorkerLost(f"pages were lost with a round: {reason_of(error)}"))
             raise self._failure(ranks, error) from error
-        answered = time.perf_counter()
-        # A rank that imports longer is waited for by the others in their passes.
-        pass_s = min(map(verify_seconds, answers))
-        self.pages.observe(
-            pending,
-            pass_s=pass_s if message.steps else None,
-            overhead_s=answered - sent - pass_s,
-        )
-        for number, transfer in enumerate(pending):
-            transfer.resolve(tuple(answer.transfers[number] for answer in answers))
         first = answers[0]
         queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
@@ -191,6 +165,7 @@ class RemoteTarget:
         self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
+            answered = time.perf_counter()
             self._report(
                 Exchange(
                     "target",
@@ -248,7 +223,6 @@ class RemoteDrafter:
         self._pending_answer: asyncio.Future[Sequence[Proposal]] | None = None
         self._mean_answer_s = INITIAL_ANSWER_S  # kept when the worker is replaced
         self.on_lost: OnLost = log.error  # called with the reason when the worker is lost
-        self.learning: LearningProgress | None = None  # if the draft learns
         self.has_answered = False
         self.busy_seconds = 0.0
         self.pages_used = 0
@@ -257,7 +231,6 @@ class RemoteDrafter:
         """Use this worker from now on. Its KV cache is empty."""
         (self._worker,) = workers
         self._worker.on_prepared = self._on_prepared
-        self._worker.on_learning = self._on_learning
         self._clocks, self.has_answered = ClockAlignment(), False
         self._watch.restart()
         self._released.clear()
@@ -300,9 +273,6 @@ class RemoteDrafter:
         self._released += seq_ids
         self._held.difference_update(seq_ids)
         self._relay.release(seq_ids)
-
-    def _on_learning(self, progress: LearningProgress) -> None:
-        self.learning = progress
 
     def _on_prepared(self, message: PreparedProposals) -> None:
         if message.number == self._number:
@@ -488,12 +458,6 @@ class PushedProposals:
         ):
             return Proposal(step.seq_id, stop, (), None, stop)
         return replace(_truncated(prepared.proposal, step.gamma), num_cached=stop + step.gamma)
-
-
-def _with_transfers(message: Verify, pending: Sequence[PendingTransfer], rank: int) -> Verify:
-    if not pending:
-        return message
-    return replace(message, transfers=tuple(each.of_rank(rank) for each in pending))
 
 
 def _mark_retrieved(answer: asyncio.Future[Sequence[Proposal]]) -> None:

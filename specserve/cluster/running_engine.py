@@ -63,8 +63,7 @@ class RunningEngine:
         start_seconds: float = 0.0,
     ) -> None:
         self.group, self.coordinator, self.journal = group, coordinator, journal
-        self._gauges, self.registry = gauges, registry
-        group.target.pages.on_waiting = coordinator.request_round
+        self._gauges, self._registry = gauges, registry
         # None if no target for first tokens is set
         self.first_tokens, self.start_seconds = first_tokens, start_seconds
         self._observers = observers
@@ -169,12 +168,7 @@ class RunningEngine:
         self._gauges.observe(self.coordinator, self.group)
         if self.first_tokens is not None:
             self._gauges.observe_load_limit(self.first_tokens)
-        return self.registry.snapshot()
-
-    @property
-    def seconds_since_step(self) -> float | None:
-        """Seconds since the draft's training was last seen to advance; None before."""
-        return self._gauges.seconds_since_step
+        return self._registry.snapshot()
 
     async def close(self) -> None:
         """End the rounds and the workers."""

@@ -22,7 +22,7 @@ from specserve.api.access import ClientAccess
 from specserve.api.app import CHAT_COMPLETIONS, COMPLETIONS, build
 from specserve.api.in_process import Answer, post
 from specserve.api.model_directory import ModelBackend, ModelDirectory
-from specserve.api.service import LearningStatus, ServedModel, Status
+from specserve.api.service import ServedModel, Status
 from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.app import engine_options
 from specserve.cluster.logs import join_serve
@@ -103,9 +103,7 @@ class LocalService:
 
     async def status(self) -> Status:
         health, group = self._running.health, self._running.group
-        trouble, snapshot = health.trouble, self._running.snapshot()
-        steps = snapshot.samples["draft_learning_steps_total"][()][0]
-        learning = LearningStatus("", 1, int(steps), self._running.seconds_since_step)
+        trouble = health.trouble
         return Status(
             ready=trouble is None,
             healthy=trouble is None,
@@ -115,8 +113,7 @@ class LocalService:
             device_troubles=health.device_troubles,
             losses=group.losses,
             draft_placements=() if group.draft_placement is None else (group.draft_placement,),
-            metrics=(snapshot,),
-            learning=(learning,) if group.learns else (),
+            metrics=(self._running.snapshot(),),
         )
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:

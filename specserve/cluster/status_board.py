@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.api.rates import ClientUse, UseByGateway
-from specserve.api.service import LearningStatus, ModelStatus, PoolStatus, PrefillStatus, Status
+from specserve.api.service import ModelStatus, PoolStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.errors import VersionMismatch
 from specserve.metrics import Snapshot, merge
@@ -23,7 +23,7 @@ from specserve.wire.version import Versioned
 
 log = logging.getLogger(__name__)
 
-ENGINE, GATEWAY, POOL, PREFILL = "engine", "gateway", "pool", "prefill"
+ENGINE, GATEWAY, POOL = "engine", "gateway", "pool"
 REPORT_EVERY_S = 1.0
 MIN_REPORT_S = 0.05
 """Time between two reports of a gateway that meets keys which it does not know."""
@@ -35,7 +35,6 @@ MAX_SILENT = 100
 """Replicas that fell silent and may come back; of older ones only the sum is kept."""
 CHECK_PLACEMENT_EVERY_S = 2.0
 NO_ENGINE = "no engine replica reports"
-LEARNING_STEPS = "draft_learning_steps_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,6 @@ class ReplicaReport(Versioned):
     model: str = ""  # of an engine of one of several models
     pool: PoolStatus | None = None  # of a device of a draft pool
     info: EngineInfo | None = None  # of an engine
-    learns: bool = False  # of an engine: its draft is trained
-    seconds_since_step: float | None = None  # of that training
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +92,8 @@ class Board:
     """Reports of all replicas, with the counters of those that are gone, so that sums never fall.
 
     If `may_sleep`, having no engine is healthy, since the next request starts one; `models` says
-    so of each of several models. `prefill` has the number of prefill engines of each model that has
-    any, by the model that reports carry. `watch` finds engines that wait for a node. An update ends
-    with `min_gateways` at least.
+    so of each of several models. `watch` finds engines that wait for a node. An update ends with
+    `min_gateways` at least.
     """
 
     def __init__(
@@ -106,13 +102,11 @@ class Board:
         *,
         may_sleep: bool = False,
         models: Mapping[str, bool] | None = None,
-        prefill: Mapping[str, int] | None = None,
         min_gateways: int = 1,
         watch: PlacementWatch | None = None,
     ) -> None:
         self._clock, self._may_sleep, self._watch = clock, may_sleep, watch
         self._models, self._min_gateways = models or {}, min_gateways
-        self._prefill = prefill or {}
         self._began = clock()
         self._waits: str | None = None  # why an engine waits for a node
         self._watched_at = clock()
@@ -179,7 +173,6 @@ class Board:
         self._drop_silent()
         reports = [report for _, report in self._reports.values()]
         engines = [report for report in reports if report.role == ENGINE]
-        prefill_engines = [report for report in reports if report.role == PREFILL]
         troubles = [
             _named(report.model, report.trouble) for report in engines if report.trouble is not None
         ]
@@ -198,8 +191,7 @@ class Board:
         ]
         if (waits := self._why_engine_waits()) is not None:
             troubles.append(waits)
-        with_devices = engines + prefill_engines
-        device_troubles = {one for report in with_devices for one in report.device_troubles}
+        device_troubles = {one for report in engines for one in report.device_troubles}
         troubles += sorted(device_troubles)
         troubles += [
             f"a replica is not counted: {why}"
@@ -207,8 +199,6 @@ class Board:
             if self._clock() - when <= SILENT_AFTER_S
         ]
         why = "" if healthy else "; ".join(troubles) or NO_ENGINE
-        prefill = self._prefill_statuses(prefill_engines)
-        troubles += [_named(one.model, f"prefill engine: {one.why}") for one in prefill if one.why]
         metrics = [report.metrics for report in reports if report.replica != excluded_replica]
         metrics += [left for name, left in self._silent.items() if name != excluded_replica]
         if self._departed is not None:
@@ -220,25 +210,14 @@ class Board:
             metrics=tuple(metrics),
             models=models,
             pools=_sum_pools([report.pool for report in reports if report.pool is not None]),
-            prefill=prefill,
-            learning=_learning(engines, metrics),
             replicas=len(engines),
             troubles=tuple(troubles),
             device_troubles=tuple(sorted(device_troubles)),
-            losses=tuple(sorted({loss for report in with_devices for loss in report.losses})),
+            losses=tuple(sorted({loss for report in engines for loss in report.losses})),
             draft_placements=tuple(
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),
         )
-
-    def _prefill_statuses(self, reports: Sequence[ReplicaReport]) -> tuple[PrefillStatus, ...]:
-        """Return the state of each model's prefill engines, of which there may be none."""
-        statuses = []
-        for model, wanted in self._prefill.items():
-            troubles = [one.trouble for one in reports if one.model == model]
-            why = "; ".join(sorted({one for one in troubles if one is not None}))
-            statuses.append(PrefillStatus(model, wanted, troubles.count(None), why))
-        return tuple(statuses)
 
     def _engines_of_pool(self, name: str) -> dict[str, int]:
         """Return the number of engines of each device of a pool, by its replica."""
@@ -286,27 +265,6 @@ def _sum_pools(devices: Sequence[PoolStatus]) -> tuple[PoolStatus, ...]:
             sum(one.busy for one in each) / len(each),
         )
         for name, each in sorted(pools.items())
-    )
-
-
-def _learning(
-    engines: Sequence[ReplicaReport], metrics: Sequence[Snapshot]
-) -> tuple[LearningStatus, ...]:
-    """Return the state of each model's drafts that are trained, with the steps in their metrics."""
-    trained: dict[str, list[float | None]] = {}
-    for engine in engines:
-        if engine.learns:
-            trained.setdefault(engine.model, []).append(engine.seconds_since_step)
-    counted = [Snapshot({LEARNING_STEPS: one.samples.get(LEARNING_STEPS, {})}) for one in metrics]
-    steps = merge(counted).samples.get(LEARNING_STEPS, {})
-    return tuple(
-        LearningStatus(
-            model,
-            len(since),
-            int(steps.get((model,) if model else (), (0.0,))[0]),
-            min((one for one in since if one is not None), default=None),
-        )
-        for model, since in sorted(trained.items())
     )
 
 

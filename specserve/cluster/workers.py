@@ -20,7 +20,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specserve.checkpoint_files import draft_translation, require_one_tokenizer
 from specserve.cluster.hidden_relay import MAX_SENT_BYTES, newest_states
-from specserve.cluster.idle_learning import IdleLearning
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
@@ -29,7 +28,6 @@ from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady,
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config, TargetConfig
 from specserve.drafters.after_verify import DraftAfterVerify
-from specserve.drafters.learning.heads_drafter import LearningHeads
 from specserve.drafters.pool.shares import engine_of
 from specserve.drafters.registry import (
     OpenDrafter,
@@ -42,11 +40,9 @@ from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
-from specserve.models.checkpoints.page_version import page_version
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
-from specserve.models.page_exchange import exchange, page_bytes
 from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
@@ -89,7 +85,6 @@ class TargetWorker:
         self._store: TCPStore | None = None
         self._model: TargetModel | TargetFollower | None = None
         self._drafter: DraftAfterVerify | None = None  # if the draft lives here
-        self._learning: IdleLearning | None = None  # of a draft that lives here
         self._to_draft: tuple[Verify, tuple[Verdict, ...]] | None = None
         self._idle_spans: tuple[Span, ...] = ()  # drafting since the last answer
         self._hidden: list[HiddenRows] = []  # of the pass under way, for a head apart
@@ -141,11 +136,7 @@ class TargetWorker:
             if (compiler := self._model.grammar_states.grammar_compiler) is not None:
                 compiler.preload_tokenizer()
         freeze_objects()
-        cache = self._model.runner.cache
-        info = replace(self._model.info, curve=curve, page_bytes=page_bytes(cache))
-        if self._config.replicas.prefill:
-            checkpoint = target_checkpoint(self._config)
-            info = replace(info, page_version=page_version(checkpoint, self._config, cache))
+        info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
             _worker_place(self._site, self._model.runner.device),
@@ -158,13 +149,12 @@ class TargetWorker:
 
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
-        _serve(self._server, self._answer, self._draft, spin_s=0.0, learning=self._learning)
+        _serve(self._server, self._answer, self._draft, spin_s=0.0)
 
     def _open_drafter(self, model: TargetModel) -> int:
         """Open the drafter here, and return the context that it has."""
         drafter = open_local_drafter(self._config, model, draft_translation(self._config))
         self._drafter = DraftAfterVerify(drafter, model.runner.cache)
-        self._learning = _learning(drafter, self._server)
         if self._size == 1:
             warm_drafter_up(model, self._drafter)
         else:  # the other ranks take no part, so without a pass of the target
@@ -189,7 +179,7 @@ class TargetWorker:
             draft_threads=draft.threads or share,
         )
         if choice.placement == APART:
-            self._drafter = self._learning = None
+            self._drafter = None
             _set_num_threads(target.threads, sharers=self._size + 1)
         return choice, curve
 
@@ -219,8 +209,6 @@ class TargetWorker:
     def _answer(self, message: Message) -> Message:
         assert self._model is not None
         assert isinstance(message, Verify)
-        # Before the clock of the pass starts: one that waits for pages is not a slow pass.
-        found = exchange(self._model.runner.cache, message.transfers) if message.transfers else ()
         start = time.perf_counter()
         if self._drafter is not None:
             self._drafter.release(message.released)
@@ -240,7 +228,6 @@ class TargetWorker:
             cache.prefix_hits,
             spans,
             hidden,
-            found,
         )
 
     def _draft(self) -> None:
@@ -299,9 +286,7 @@ class DraftWorker:
 
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
-        assert self._drafter is not None
-        learning = _learning(self._drafter, self._server)
-        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S, learning=learning)
+        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S)
 
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
@@ -370,24 +355,15 @@ def _serve(
     idle: Callable[[], None],
     *,
     spin_s: float,
-    learning: IdleLearning | None = None,
 ) -> None:
-    """Answer each message, then call `idle`, until `Stop`; learn while there is no message.
+    """Answer each message, then call `idle`, until `Stop`.
 
     An exception is answered with a `Failure` of its round. One of `idle` has no round: it ends the
     worker, which is then replaced.
     """
-    wait_s: float | None = None  # for a message, before the next step of learning
-    while True:
-        message = server.receive(wait_s, spin_s=spin_s if wait_s is None else min(spin_s, wait_s))
-        if isinstance(message, Stop):
-            break
-        if message is None and learning is not None:
-            wait_s = learning.step()
+    while not isinstance(message := server.receive(spin_s=spin_s), Stop):
         if not isinstance(message, (Propose, Verify)):
             continue
-        if learning is not None:
-            learning.on_message()
         try:
             server.send(answer(message))
         except Exception as error:
@@ -395,16 +371,7 @@ def _serve(
             server.send(Failure.from_error(message.number, error))
         else:
             idle()
-        if learning is not None:
-            learning.on_answer()
-            wait_s = 0.0
     server.close()
-
-
-def _learning(drafter: object, server: Server) -> IdleLearning | None:
-    if isinstance(drafter, OpenDrafter | LearningHeads) and drafter.learner is not None:
-        return IdleLearning(drafter.learner, server)
-    return None
 
 
 def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:

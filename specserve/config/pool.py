@@ -69,11 +69,6 @@ def check_pool(draft: DraftConfig) -> None:
             "draft.pool puts drafts on devices of their own, and draft.placement is together; "
             "leave one out"
         )
-    if draft.learn:
-        raise ConfigError(
-            "draft.learn trains a draft on the texts of one engine, and draft.pool shares it; "
-            "leave one out"
-        )
 
 
 def check_pool_size(pool: PoolConfig, most_engines: int, *, of: str = "replicas.max") -> None:

@@ -65,7 +65,6 @@ DRAFT_KINDS = (
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
-LEARNING_KINDS = ("neural", "eagle", "heads", *NGRAM_KINDS)  # take `draft.learn`
 # draft on a target's rank, where they need no threads of their own
 KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
 PLACEMENTS = ("auto", "together", "apart")
@@ -106,8 +105,7 @@ class DraftConfig:
     quantize: str | None = setting(None, none_as("none", choice("int8", "int4", "fp8")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
-    # whether a draft model, an EAGLE-3 head or heads are trained on the served texts, or tables are
-    # counted from them; None: tables if there are none to begin with
+    # whether tables are counted from the served texts; None: if there are none to begin with
     learn: bool | None = setting(None, boolean())
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
@@ -127,11 +125,6 @@ class DraftConfig:
     def is_pooled(self) -> bool:
         """True if engines share drafts, and have none of their own."""
         return self.pool.name is not None
-
-    @property
-    def is_trained(self) -> bool:
-        """True if it is trained on served texts. Tables learn by counting."""
-        return self.learn is True and self.kind not in NGRAM_KINDS
 
     @property
     def may_be_apart(self) -> bool:
@@ -254,10 +247,6 @@ class ReplicasConfig:
     surge_percent: int | None = setting(None, integer(0, 100))
     # which engine gets a request: prefix: by what it has cached and has to do; queue: by the latter
     routing: str = setting("prefix", choice("prefix", "queue"))
-    # engines that compute long prompts for the others, without a draft and beside `min` and `max`
-    prefill: int = setting(0, integer(0, 4096))
-    # prompts that lack more tokens than this in the cache of their engine go there
-    prefill_from: int = setting(1024, integer(1, 2**31))
     gateways: int = setting(1, integer(1, 1024))  # at most; they scale apart from the engines
     min_gateways: int = setting(1, integer(1, 1024))
 
@@ -564,7 +553,6 @@ def _validate(config: Config) -> Config:
     _check_placement(draft, config.target)
     _check_learn(draft)
     check_pool(draft)
-    _check_prefill(config)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -633,29 +621,10 @@ def _check_page_dtype(config: Config) -> None:
 
 
 def _check_learn(draft: DraftConfig) -> None:
-    if draft.learn is not None and draft.kind not in LEARNING_KINDS:
+    if draft.learn is not None and draft.kind not in NGRAM_KINDS:
         raise ConfigError(
-            f"draft.learn belongs to the kinds {', '.join(LEARNING_KINDS)}, "
+            f"draft.learn belongs to the kinds {', '.join(NGRAM_KINDS)}, "
             f"and draft.kind is {draft.kind}; leave it out"
-        )
-    if draft.learn and draft.quantize is not None:
-        raise ConfigError(
-            "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
-        )
-
-
-def _check_prefill(config: Config) -> None:
-    if not config.replicas.prefill:
-        return
-    if not config.cache.prefix_caching:
-        raise ConfigError(
-            "replicas.prefill sends pages to the prefix caches of other engines, and "
-            "cache.prefix_caching is false; set it to true, or leave replicas.prefill out"
-        )
-    if config.draft.kind == "eagle":
-        raise ConfigError(
-            "replicas.prefill sends pages alone, and draft.kind eagle reads the target's hidden "
-            "states of prompts; choose another draft, or leave replicas.prefill out"
         )
 
 

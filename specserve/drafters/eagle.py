@@ -56,49 +56,23 @@ class HeadOptions:
     kernel: str = "auto"  # of linear layers on CPUs
 
 
-@dataclass(frozen=True, slots=True)
-class EagleParts:
-    """The network of a head, and the product that joins the target's states."""
-
-    network: EagleNetwork
-    projection: EagleProjection
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenHead:
-    """The files of an open head, and how its parts are built of them with other weights."""
-
-    weights: EagleWeights
-    parts: EagleParts  # as they were opened
-    cache: PagedCache
-    embedding: Tensor  # [vocab, hidden]
-    build: Callable[[EagleWeights], EagleParts]
-
-
 class EagleDrafter(NeuralDrafter):
     """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
 
     def __init__(
-        self,
-        runner: Runner,
-        states: TargetStates,
-        head: OpenHead,
-        mask: MaskRow | None = None,
-        **options: Any,
+        self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
     ) -> None:
         """Create a drafter; `options` are those of `NeuralDrafter`.
 
         With a mask row it drafts all tokens in one pass.
         """
         super().__init__(runner, **options)
-        self._target_states, self.head = states, head
+        self._target_states = states
         self._block = (
             None
             if mask is None
             else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
         )
-        # Called with all states of the target as they arrive, if somebody reads them besides.
-        self.on_hidden: Callable[[Sequence[HiddenRows]], None] | None = None
         # Rows of each sequence that were computed when it had all states that they read.
         self._num_firm: dict[int, int] = {}
         runner.on_written = self._on_written
@@ -203,28 +177,23 @@ class EagleDrafter(NeuralDrafter):
             if "embed_tokens.weight" in weights
             else target_embedding(dtype).to(device)
         )
-        attention = GroupedAttention(sdpa_kernel if device.type == "cuda" else invariant_kernel)
-
-        def build(weights: EagleWeights) -> EagleParts:
-            with linear_weights(PrivateWeights(options.kernel)):
-                network = EagleNetwork(
-                    weights,
-                    cache,
-                    embedding=embedding,
-                    attention=attention,
-                    context=options.context,
-                )
-                projection = EagleProjection(weights, dtype=dtype, device=device)
-            return EagleParts(network, projection)
-
-        parts = build(weights)
-        states, mask = TargetStates(cache, parts.projection), None
+        with linear_weights(PrivateWeights(options.kernel)):
+            network = EagleNetwork(
+                weights,
+                cache,
+                embedding=embedding,
+                attention=GroupedAttention(
+                    sdpa_kernel if device.type == "cuda" else invariant_kernel
+                ),
+                context=options.context,
+            )
+            projection = EagleProjection(weights, dtype=dtype, device=device)
+        states, mask = TargetStates(cache, projection), None
         if info.mask_token is not None:
             mask = mask_row(info.mask_token, weights.read(MASK_HIDDEN), states)
         return cls(
-            Runner(parts.network, cache, device=device),
+            Runner(network, cache, device=device),
             states,
-            OpenHead(weights, parts, cache, embedding, build),
             mask,
             vocab_size=options.vocab_size,
             target_vocab_size=options.vocab_size,
@@ -245,12 +214,6 @@ class EagleDrafter(NeuralDrafter):
     def receive_hidden(self, hidden: Sequence[HiddenRows]) -> None:
         """Keep new states of the target, until the steps that read them."""
         self._target_states.receive(hidden)
-        if self.on_hidden is not None:
-            self.on_hidden(hidden)
-
-    def use(self, parts: EagleParts) -> None:
-        """Draft with these parts from now on; states of the target that came before stay joined."""
-        self.runner.network, self._target_states.project = parts.network, parts.projection
 
     def release(self, seq_ids: Sequence[int]) -> None:
         super().release(seq_ids)

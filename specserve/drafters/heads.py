@@ -18,7 +18,6 @@ from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, f
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.models.heads import Heads, load_heads
-from specserve.models.hidden_taps import HiddenRows
 from specserve.models.target import TargetModel
 from specserve.sampling.penalties import History
 from specserve.transfers import to_device
@@ -46,22 +45,6 @@ class HeadsDrafter:
         dtype = shareable_network(target).embedding.dtype
         heads = load_heads(Path(config.draft.path), dtype=dtype, device=target.runner.device)
         return cls(target, heads, support=config.draft.support)
-
-    @property
-    def heads(self) -> Heads:
-        return self._heads
-
-    def swap(self, heads: Heads) -> Heads:
-        """Draft with other heads from now on, and return those until now."""
-        earlier, self._heads = self._heads, heads
-        return earlier
-
-    def latest_hidden(self, step: DraftStep) -> HiddenRows | None:
-        """Return the state that the heads draft from behind a step, if it is there."""
-        if not self._has_hidden(step):
-            return None
-        row = self._target.latest_hidden[step.seq_id].row
-        return HiddenRows(step.seq_id, step.stop - 2, row[None])
 
     @property
     def num_heads(self) -> int:

@@ -21,10 +21,7 @@ from specserve.drafters.cascade.stages import PassCounter, StageDrafter
 from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter, shareable_network
-from specserve.drafters.learning.heads_drafter import LearningHeads
-from specserve.drafters.learning.learner import DraftLearner
-from specserve.drafters.learning.open import eagle_learner, learning_heads, neural_learner
+from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
@@ -34,7 +31,6 @@ from specserve.drafters.translated.translation import TokenTranslation
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.hidden_states import HiddenStates
-from specserve.models.checkpoints.embedding import load_vocabulary_head
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
@@ -61,7 +57,6 @@ class DrafterParts:
     drafter: ForkableDrafter
     context: int
     runners: Sequence[Runner | TranslatedRunner] = ()
-    learner: DraftLearner | None = None
 
 
 class OpenDrafter:
@@ -74,11 +69,9 @@ class OpenDrafter:
         context: int,
         runners: Sequence[Runner | TranslatedRunner] = (),
         fanout: Fanout | None,
-        learner: DraftLearner | None = None,
         group_of: Callable[[int], int] = lambda seq_id: 0,
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
-        self.learner = learner
         self._rounds = DraftingRounds(drafter, clock=time.perf_counter)
         self._anticipation = (
             None
@@ -119,8 +112,6 @@ class OpenDrafter:
 
     def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
         """Take a message; `advance` drafts for it, and for all that were taken before."""
-        if self.learner is not None:
-            self.learner.on_steps(steps)
         return (self._anticipation or self._rounds).begin(steps, deadline)
 
     def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
@@ -132,14 +123,9 @@ class OpenDrafter:
             done, _ = self._rounds.advance(should_stop)
         else:
             done = self._anticipation.advance(should_stop)
-        if self.learner is not None:
-            for each in done:
-                self.learner.on_proposals(each.answer())
         return done
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
-        if self.learner is not None:
-            self.learner.refresh_one()  # before branches share its pages
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
 
@@ -154,8 +140,6 @@ class OpenDrafter:
 
     def release(self, seq_ids: Sequence[int]) -> None:
         (self._anticipation or self._drafter).release(seq_ids)
-        if self.learner is not None:
-            self.learner.release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +176,6 @@ def open_drafter(
         context=parts.context,
         runners=parts.runners,
         fanout=fanout,
-        learner=parts.learner,
         group_of=group_of,
     )
 
@@ -215,7 +198,7 @@ def open_apart_drafter(
                 config.draft.path,
             )
             fanout = None
-        return _open_eagle(eagle, config, fanout=fanout)
+        return _open_eagle(eagle, fanout=fanout)
     return open_drafter(
         config,
         target_vocab_size=target.vocab_size,
@@ -227,27 +210,18 @@ def open_apart_drafter(
 
 def open_local_drafter(
     config: Config, target: TargetModel, translation: TokenTranslation | None = None
-) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter | LearningHeads:
+) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter:
     """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
-    if config.draft.kind == "heads" and config.draft.learn:
-        return _open_learning_heads(config, target)
     if config.draft.kind in SELF_SPECULATIVE:
         return SELF_SPECULATIVE[config.draft.kind](config, target)
     if config.draft.kind == "eagle":
-        return _open_eagle(EagleDrafter.from_config(config, target), config, fanout=None)
+        return _open_eagle(EagleDrafter.from_config(config, target), fanout=None)
     return open_drafter(
         config,
         target_vocab_size=target.info.vocab_size,
         grammar_compiler=target.grammar_states.grammar_compiler,
         translation=translation,
     )
-
-
-def _open_learning_heads(config: Config, target: TargetModel) -> LearningHeads:
-    drafter = HeadsDrafter.from_config(config, target)
-    network, weight = shareable_network(target), drafter.heads.weight
-    head = load_vocabulary_head(target_checkpoint(config), dtype=weight.dtype)
-    return learning_heads(drafter, network.embed, head.to(weight.device))
 
 
 def _fanout(config: Config) -> Fanout | None:
@@ -260,17 +234,11 @@ def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabular
     checkpoint = find_checkpoint(draft.path, revision=draft.revision)
     model = open_model(checkpoint, ModelOptions.from_config(draft, config))
     neural = _neural_drafter(model, draft, vocabulary)
-    learner = None
-    if draft.learn:
-        learner = neural_learner(neural, model, checkpoint)
-    return DrafterParts(neural, neural.context, (neural.runner,), learner)
+    return DrafterParts(neural, neural.context, (neural.runner,))
 
 
-def _open_eagle(eagle: EagleDrafter, config: Config, *, fanout: Fanout | None) -> OpenDrafter:
-    learner = eagle_learner(eagle) if config.draft.learn else None
-    return OpenDrafter(
-        eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout, learner=learner
-    )
+def _open_eagle(eagle: EagleDrafter, *, fanout: Fanout | None) -> OpenDrafter:
+    return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout)
 
 
 def _open_layer_skip(

@@ -9,9 +9,10 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from specserve.config.tree import SpeculationConfig
-from specserve.engine.verifier_choice import DEFAULT_VERIFIER
 from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.types import VERIFIERS, ModelInfo, Policy, Request, TokenRule
+
+DEFAULT_VERIFIER = "block"  # of requests without a seed
 
 
 class Admission:
@@ -30,7 +31,6 @@ class Admission:
         self._info = info
         self._vocab_size, self._max_gamma = info.vocab_size, speculation.max_gamma
         self._default_verifier, self._lenience = default_verifier, speculation.lenience
-        self._is_auto = speculation.verifier is None
 
     def check(self, request: Request) -> None:
         """Raise for a request that can never be served."""
@@ -99,20 +99,8 @@ class Admission:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
             constrained=request.grammar is not None,
-            cache_salt=page_salt(request),
+            cache_salt=_page_salt(request),
             adapter=request.adapter,
-        )
-
-    def is_verifier_open(self, request: Request) -> bool:
-        """Return whether the engine may choose another verifier than the policy's.
-
-        Greedy requests have no use for a choice.
-        """
-        return (
-            self._is_auto
-            and request.speculation.verifier is None
-            and not request.seeded
-            and request.warp.temperature > 0
         )
 
     def _complete_rule(self, rule: TokenRule) -> TokenRule:
@@ -170,7 +158,7 @@ class Admission:
             )
 
 
-def page_salt(request: Request) -> bytes:
+def _page_salt(request: Request) -> bytes:
     """Return the salt of a request's pages, which no other adapter can find."""
     if request.adapter is None:
         return request.cache_salt

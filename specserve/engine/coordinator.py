@@ -28,7 +28,6 @@ from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.engine.trace import Round
-from specserve.engine.verifier_choice import VerifierChoice
 from specserve.engine.workers import WorkerPair, ignore_failure
 from specserve.errors import (
     BadValue,
@@ -68,7 +67,7 @@ class Coordinator:
         on_displaced: abc.Callable[[int], None] | None = None,
     ) -> None:
         self._on_displaced = on_displaced
-        self.admission = Admission(info, speculation)
+        self._admission = Admission(info, speculation)
         gamma, max_gamma = speculation.gamma, speculation.max_gamma
         if gamma is not None and not 0 <= gamma <= max_gamma:
             raise BadValue(
@@ -88,7 +87,6 @@ class Coordinator:
         self.pacer = Pacer(
             gamma, max_gamma=max_gamma, curve=info.curve, runs_ahead=info.runs_ahead
         )
-        self._verifier_choice = VerifierChoice()
         self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self.can_resume_elsewhere = False  # True if requests that end with an error may do so
@@ -97,7 +95,7 @@ class Coordinator:
         self._remote_workers = remote_workers
         self._crash_tracker = CrashTracker()
         self._info = info
-        self._draft_limit = self.admission.context if draft_context is None else draft_context
+        self._draft_limit = self._admission.context if draft_context is None else draft_context
         self._emit, self._report, self._clock = emit, report, clock
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
@@ -109,7 +107,7 @@ class Coordinator:
 
     def submit(self, request: Request) -> int:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
-        self.admission.check(request)
+        self._admission.check(request)
         if self._closed:
             raise Displaced(self.trouble or "the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
@@ -117,12 +115,11 @@ class Coordinator:
         sequence = Sequence(
             self._next_id,
             request,
-            self.admission.policy(request),
-            context=self.admission.max_length(request),
+            self._admission.policy(request),
+            context=self._admission.max_length(request),
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
             decoder_start=self._info.decoder_start,
-            is_verifier_open=self._draft_limit > 0 and self.admission.is_verifier_open(request),
         )
         self._next_id += 1
         self._live[sequence.seq_id] = sequence
@@ -148,11 +145,6 @@ class Coordinator:
         if seq_id in self._live:
             self._cancelled.append(seq_id)
 
-    def request_round(self) -> None:
-        """Send the target a message soon, an empty one if nothing runs: something goes with it."""
-        self._workers.is_due = True
-        self._wake.set()
-
     def close(self) -> None:
         """Take no more requests, end those that are running with an error, and let `run` return.
 
@@ -164,7 +156,7 @@ class Coordinator:
     @property
     def has_work(self) -> bool:
         """True if a round would do anything: chunks to emit, or pages to release, included."""
-        return bool(self._live or self.scheduler.released or self._outbox or self._workers.is_due)
+        return bool(self._live or self.scheduler.released or self._outbox)
 
     async def run(self) -> None:
         """Run rounds while there is work, until closed or until the engine gives up.
@@ -204,8 +196,8 @@ class Coordinator:
             finally:
                 self.in_round_since = None
         else:
-            if released or self._workers.is_due:
-                await self._workers.send_empty_round(with_drafter=released)
+            if released:
+                await self._workers.flush_releases()
             if self._live:
                 self._crash_tracker.record_stall()
                 self._give_up_if_at_fault("nothing can be scheduled")
@@ -224,7 +216,6 @@ class Coordinator:
     def _schedule(self) -> Batch:
         self.scheduler.select_running()
         running = self.scheduler.running
-        self._verifier_choice.assign(running, self.pacer)
         gammas = self.pacer.choose(running)  # what would pay
         isolated = self._crash_tracker.next_to_isolate(running)
         return self.scheduler.next_batch(gammas, isolated=isolated)  # what fits
@@ -257,7 +248,6 @@ class Coordinator:
     def _commit(self, drafted: DraftedBatch, verdicts: abc.Sequence[Verdict]) -> None:
         verified_at = self._clock()
         batch, outcomes = drafted.batch, drafted.batch.outcomes(verdicts)
-        self._verifier_choice.observe(batch, outcomes)
         self._outbox = self._drop_finished(batch.commit(verdicts))
         self._crash_tracker.record_success()
         self.pacer.observe(
@@ -381,6 +371,5 @@ class Coordinator:
         for seq_id in finished:
             del self._live[seq_id]
         if finished:
-            self._verifier_choice.drop(finished)
             self.scheduler.remove_finished()
         return chunks

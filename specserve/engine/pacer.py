@@ -96,18 +96,9 @@ class Pacer:
         """Seconds that the next round's proposals may take; later ones are cut short."""
         return math.inf if self._fixed is not None else self.decision.deadline
 
-    def expected_rate(
-        self, num_sequences: int, *, alpha: float | None = None, hit_rate: float | None = None
-    ) -> float:
-        """Return the tokens a second of the best choice for so many sequences.
-
-        `alpha` and `hit_rate` stand in for what all sequences have shown.
-        """
-        ratio = 1.0 if alpha is None else alpha / self.acceptance.alpha
-        chances: Table = np.minimum(ratio * self.acceptance.profile, 0.999)
-        hit = self.costs.hit_rate if hit_rate is None else hit_rate
-        rates = self._rates(num_sequences, chances.cumprod(), hit)
-        return float(rates.max() if self._fixed is None else rates[self._fixed, self._fixed])
+    def expected_rate(self, num_sequences: int) -> float:
+        """Return the tokens a second of the best choice for so many sequences."""
+        return float(self._rates(num_sequences, self.acceptance.profile.cumprod()).max())
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """Return a gamma for each sequence; 0 is a choice."""
@@ -213,12 +204,12 @@ class Pacer:
         if not self._max_gamma:
             return 0
         reach = np.power(PRIOR_ALPHA, np.arange(1.0, self._max_gamma + 1))
-        rates = self._rates(1, reach, self.costs.hit_rate).max(axis=1)  # [gamma]
+        rates = self._rates(1, reach).max(axis=1)  # [gamma]
         return int(rates[1:].argmax()) + 1
 
     def _decide(self, num_sequences: int) -> Decision:
         """Choose the best pair: gamma for prepared proposals, miss_gamma for the others."""
-        rates = self._rates(num_sequences, self.acceptance.profile.cumprod(), self.costs.hit_rate)
+        rates = self._rates(num_sequences, self.acceptance.profile.cumprod())
         rates[0, 0] *= _MIN_DRAFTING_GAIN
         if self._best is None or (
             self._fixed is None and rates.max() > _MIN_CHANGE_GAIN * rates[self._best]
@@ -253,13 +244,13 @@ class Pacer:
             * self.costs.draft_pass_seconds(_num_missing(count, self.costs.hit_rate))
         )
 
-    def _rates(self, num_sequences: int, reach: Table, hit: float) -> Table:  # [gamma, miss_gamma]
+    def _rates(self, num_sequences: int, reach: Table) -> Table:  # [gamma, miss_gamma]
         """Return the expected tokens a second of each pair, with `reach` [position].
 
         A miss is drafted for while the whole batch waits, or goes without draft tokens if its gamma
         is 0. Prepared proposals that are shorter than wanted grow in the same passes.
         """
-        count = max(1, num_sequences)
+        hit, count = self.costs.hit_rate, max(1, num_sequences)
         gamma = np.arange(self._max_gamma + 1)
         accepted = np.append(0.0, np.cumsum(reach))
         miss, wanted = np.meshgrid(gamma, gamma)

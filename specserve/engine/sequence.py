@@ -43,7 +43,6 @@ class Sequence:
         "encoder_input",
         "finish",
         "grammar",
-        "is_verifier_open",
         "policy",
         "priority",
         "requested_gamma",
@@ -62,16 +61,12 @@ class Sequence:
         draft_limit: int,
         end_ids: frozenset[int],
         decoder_start: int | None = None,
-        is_verifier_open: bool = False,
     ) -> None:
         self.seq_id = seq_id
         self.client = request.client
         self.priority = request.priority  # among the client's sequences; a lower one runs first
         self.turn = 0  # set when the sequence starts to run: higher than those that run already
-        # Constant from the first pass on.
         self.policy = policy
-        # True if the engine chooses the policy's verifier, when the sequence starts to run.
-        self.is_verifier_open = is_verifier_open
         # What the encoder reads, whole, with the first token.
         self.encoder_input = () if decoder_start is None else request.prompt
         prompt = request.prompt if decoder_start is None else (decoder_start,)

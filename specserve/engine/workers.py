@@ -22,7 +22,6 @@ class WorkerPair:
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
-        self.is_due = False  # whether something waits for the target's next message
         self._failures = 0  # of the drafter, in a row
         self._backoff_rounds = 0  # rounds until the drafter is called again
 
@@ -60,7 +59,6 @@ class WorkerPair:
         A remote target is busy once this returns. Whatever the target fails with, and whenever,
         is raised by the awaitable.
         """
-        self.is_due = False
         try:
             return _checked(steps, self.target.verify(steps))
         except Exception as error:
@@ -75,18 +73,17 @@ class WorkerPair:
                     worker.release(seq_ids),
                 )
 
-    async def send_empty_round(self, *, with_drafter: bool) -> None:
-        """Send the target, and perhaps the drafter, an empty step list.
+    async def flush_releases(self) -> None:
+        """Send both workers an empty step list.
 
-        Remote workers receive releases and pages with their next steps; without running sequences
-        there would be none.
+        Remote workers receive releases with their next steps; without running sequences there
+        would be none.
         """
-        self.is_due = False
-        if self.drafter is not None and with_drafter:
+        if self.drafter is not None:
             await ignore_failure(
                 "the drafter to flush releases", self.drafter.propose((), math.inf)
             )
-        await ignore_failure("the target to take an empty round", self.target.verify(()))
+        await ignore_failure("the target to flush releases", self.target.verify(()))
 
 
 async def _checked(

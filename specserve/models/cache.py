@@ -86,8 +86,6 @@ class PagedCache:
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
-        # Of the weights that compute it; sequences that began under others share no pages.
-        self.generation = b""
         self._num_layers, self._dims, self._dtype = (
             num_layers,
             (head_dim, v_head_dim or head_dim),
@@ -126,11 +124,6 @@ class PagedCache:
         self._block_table = BlockTable()
 
     @property
-    def pools(self) -> Sequence[Tensor]:
-        """All that pages hold: of keys, of values and of states, each [layers, pages, ...]."""
-        return self._pools
-
-    @property
     def num_free(self) -> int:
         """Number of pages that a reservation can get, evictable ones included."""
         return self._allocator.num_free
@@ -157,10 +150,7 @@ class PagedCache:
     def begin(self, seq_id: int, salt: bytes) -> None:
         """Start a sequence that shares pages with those of the same salt, unless it is there."""
         if seq_id not in self._sequences:
-            self._add_sequence(seq_id).salt = salt + self.generation
-
-    def can_reserve(self, seq_id: int, length: int) -> bool:
-        return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free
+            self._add_sequence(seq_id).salt = salt
 
     def reserve(self, seq_id: int, length: int) -> None:
         """Make room up to `length`, in whole pages that this sequence alone may write.
@@ -278,36 +268,6 @@ class PagedCache:
         self._attach(sequence or self._add_sequence(seq_id), found, tokens)
         self.prefix_hits += len(found) * self.page_size
         return len(found) * self.page_size
-
-    def find_pages(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the pages with these hashes, up to the first that is not cached."""
-        found = []
-        for page_hash in hashes:
-            page = self._allocator.find(page_hash)
-            if page is None:
-                break
-            found.append(page)
-        return found
-
-    def adopt_pages(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return fresh pages, each with the number of its hash, for contents computed elsewhere.
-
-        The caller writes them and calls `release_adopted` before anything else happens. Hashes that
-        are found already have no fresh page, nor have the last ones if there is no room.
-        """
-        adopted: list[tuple[int, int]] = []
-        for index, page_hash in enumerate(hashes):
-            if not self.prefix_caching or not self._allocator.num_free:
-                break
-            if self._allocator.find(page_hash) is None:
-                page = self._allocator.allocate()
-                self._allocator.register(page, page_hash)
-                adopted.append((index, page))
-        return adopted
-
-    def release_adopted(self, pages: Sequence[int]) -> None:
-        """Leave pages to the prefix cache, which keeps them until their space is needed."""
-        self._allocator.release(np.array(pages, dtype=np.int64))
 
     def slots(self, seq_id: int, start: int, stop: int) -> Tensor:  # [stop - start]
         """Return the slots of `keys` and `values` that hold these positions."""

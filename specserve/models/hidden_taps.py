@@ -13,9 +13,6 @@ from torch import Tensor
 
 from specserve.hidden_states import HiddenStates
 
-SERVED_STATES_BYTES = 2**29
-"""Memory for the states that a head learns from, on the device where it is trained."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenRows:

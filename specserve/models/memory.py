@@ -91,19 +91,6 @@ def require_room(directory: Path, num_bytes: int, *, device: torch.device, ranks
         )
 
 
-def require_room_to_train(
-    directory: Path, num_bytes: int, num_training_bytes: int, *, device: torch.device
-) -> None:
-    """Raise TooLittleMemory for a draft of `num_bytes` that fits, and has no room to learn."""
-    free = free_memory(device)
-    if num_bytes + num_training_bytes > free:
-        raise TooLittleMemory(
-            f"draft.learn takes {num_training_bytes / 2**30:.1f} GiB beside the "
-            f"{num_bytes / 2**30:.1f} GiB of {directory}, and {free / 2**30:.1f} GiB of "
-            f"{device.type} memory are free; use a smaller draft, or leave draft.learn out"
-        )
-
-
 def num_pages_for(
     memory_bytes: int,
     *,

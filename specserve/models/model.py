@@ -7,12 +7,11 @@ once, before anything runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from specserve.config.tree import (
     MAX_BATCH_TOKENS,
@@ -40,8 +39,6 @@ from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.checkpoints.quantized.page_scales import read_page_scales
 from specserve.models.checkpoints.weights import (
     Codes,
-    num_head_training_bytes,
-    num_training_bytes,
     stored_tensors,
 )
 from specserve.models.device_formats import (
@@ -57,7 +54,7 @@ from specserve.models.flashinfer_attention import FlashInferAttention
 from specserve.models.float8_pages import PageScales
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
-from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenTaps
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import linear_kernel
@@ -66,12 +63,10 @@ from specserve.models.memory import (
     keep_freed_memory,
     num_pages_for,
     require_room,
-    require_room_to_train,
 )
 from specserve.models.network import (
     CapturableNetwork,
     LibraryNetwork,
-    Network,
     ShareableNetwork,
     build_network,
     library_attention,
@@ -111,8 +106,6 @@ class ModelOptions:
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
     round_to: str | None = None  # int8, int4 or fp8: weights are quantised as they are read
     page_dtype: str = "auto"  # or fp8: of the KV cache
-    is_trained: bool = False  # a copy of its weights beside it, which later takes their place
-    trained_head: Path | None = None  # of this target, in its process, from states that are kept
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -137,7 +130,6 @@ class ModelOptions:
             adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
             page_dtype=config.cache.dtype if isinstance(own, TargetConfig) else "auto",
             round_to=own.quantize if isinstance(own, DraftConfig) else None,
-            is_trained=isinstance(own, DraftConfig) and own.kind == "neural" and own.learn is True,
         )
 
 
@@ -150,8 +142,6 @@ class Model:
     max_context: int
     network: ShareableNetwork | None = None  # the runner's, if others can draft with it
     adapters: AdapterStore | None = None  # the runner's
-    # Returns a network with other weights, by their names, over the runner's cache.
-    rebuild: Callable[[Mapping[str, Tensor]], Network] | None = None
 
 
 def open_model(
@@ -204,27 +194,14 @@ def open_model(
             network, cache, device=device, adapters=adapters, sharded_head=network.sharded_head
         )
 
-    def finish(network: CapturableNetwork) -> Model:
-        if device.type == "cuda" and adapters is None:  # their products differ by pass
-            return with_graphs(
-                network, attention, cache, spec, context=context, shard=shard, taps=taps
-            )
-        return Model(plain_runner(network), spec, context, network, adapters)
-
-    def rebuild(weights: Mapping[str, Tensor]) -> Network:
-        fresh = opening.load()
-        _set_weights(fresh.module, weights)
-        with torch.inference_mode(), linear_weights(PrivateWeights(options.kernel)):
-            other = opening.build(fresh, cache, attention)
-        assert not isinstance(other, T5Network)
-        return finish(other).runner.network
-
     if largest is not None:
         taken = largest_pass_bytes(plain_runner(network), largest)
         cache.resize(1)
         torch.cuda.empty_cache()
         cache.resize(opening.num_pages(spec, reserved=taken))
-    return replace(finish(network), rebuild=rebuild)
+    if device.type == "cuda" and adapters is None:  # their products differ by pass
+        return with_graphs(network, attention, cache, spec, context=context, shard=shard, taps=taps)
+    return Model(plain_runner(network), spec, context, network, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,15 +266,6 @@ class _Opening:
             ranks=self.num_ranks,
         )
 
-    @property
-    def training_bytes(self) -> int:
-        """Bytes to keep free for a model that is trained, or for a head beside it."""
-        if self.options.is_trained:
-            return num_training_bytes(self.directory, self.dtype)
-        if self.options.trained_head is None:
-            return 0
-        return num_head_training_bytes(self.options.trained_head, self.dtype) + SERVED_STATES_BYTES
-
     def shared_weights(self) -> PackedCheckpoint | None:
         """Return the weights that processes of this node share; None for weights of our own."""
         options, shard = self.options, self.shard
@@ -322,19 +290,12 @@ class _Opening:
         )
 
     def require_room(self, *, is_shared: bool) -> None:
-        """Raise TooLittleMemory if weights, or what training takes beside them, cannot fit."""
+        """Raise TooLittleMemory if the weights cannot fit."""
         if self.options.round_to == FP8:
             report_float8(self.directory, self.dtype, self.device, self.weight_bytes)
         if not is_shared and not self.skip:
             require_room(
                 self.directory, self.weight_bytes, device=self.device, ranks=self.num_ranks
-            )
-        if training_bytes := self.training_bytes:
-            require_room_to_train(
-                self.directory,
-                self.weight_bytes // self.num_ranks,
-                training_bytes,
-                device=self.device,
             )
 
     def load(self, packed: PackedCheckpoint | None = None) -> LoadedModel:
@@ -383,7 +344,6 @@ class _Opening:
         # Ranks on CPUs may share one memory.
         sharers = 1 if device.type == "cuda" else self.num_ranks
         reserved += options.adapter_bytes * (self.num_ranks if device.type == "cpu" else 1)
-        reserved += self.training_bytes
         pages = num_pages_for(
             int((free_memory(device) - reserved) * options.memory_fraction) // sharers,
             num_layers=spec.num_layers,
@@ -466,12 +426,6 @@ class _Opening:
             shard=self.shard,
             kernel=self.options.kernel,
         )
-
-
-def _set_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a module copies of these weights, in its own number format."""
-    for name, parameter in module.named_parameters():
-        parameter.data = weights[name].to(parameter.device, parameter.dtype, copy=True)
 
 
 def with_graphs(

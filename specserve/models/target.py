@@ -7,7 +7,7 @@ of every pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.adapters.store import AdapterStore
@@ -270,10 +270,9 @@ def open_target(
     is_first = shard is None or shard.rank == 0
     taps = eagle_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
-    options = ModelOptions.from_config(config.target, config)
     opened = open_model(
         checkpoint,
-        replace(options, trained_head=_trained_head(config)) if is_first else options,
+        ModelOptions.from_config(config.target, config),
         shard=shard,
         returns_hidden=returns_hidden,
         taps=taps,
@@ -318,23 +317,11 @@ def eagle_taps(checkpoint: Path, config: Config) -> HiddenTaps | None:
     """Return taps at the layers that an EAGLE-3 head of the config reads, if it has one."""
     if config.draft.kind != "eagle":
         return None
-    info = require_eagle_for(checkpoint, _head_folder(config.draft))
+    assert config.draft.path is not None, "the config has been checked"
+    info = require_eagle_for(
+        checkpoint, find_checkpoint(config.draft.path, revision=config.draft.revision)
+    )
     return HiddenTaps(info.taps(read_config(checkpoint).num_hidden_layers))
-
-
-def _trained_head(config: Config) -> Path | None:
-    """Return the folder of a head that learns in the target's process, if there is one."""
-    draft = config.draft
-    if not draft.learn or draft.kind not in ("eagle", "heads") or draft.may_be_apart:
-        return None
-    return _head_folder(draft)
-
-
-def _head_folder(draft: DraftConfig) -> Path:
-    assert draft.path is not None, "the config has been checked"
-    if draft.kind == "heads":
-        return Path(draft.path)
-    return find_checkpoint(draft.path, revision=draft.revision)
 
 
 def _run_pass(

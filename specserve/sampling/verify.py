@@ -173,12 +173,6 @@ def accept_matching(own: Tensor, drafts: DraftBatch) -> VerifyResult:
     return VerifyResult(accepted, own.gather(1, accepted[:, None])[:, 0])
 
 
-def acceptance_probability(p: Tensor, drafts: DraftBatch, lenience: Tensor | None = None) -> Tensor:
-    """Return min(1, l p/q) of each draft token, [seqs, width] (2211.17192, Algorithm 1)."""
-    ratio = drafts.p_at_tokens(p) / drafts.q_at_tokens().clamp(min=_TINY)
-    return (ratio if lenience is None else ratio * lenience).clamp(max=1) * drafts.valid
-
-
 def block_acceptance(p: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
     """Return h_1.. of each prefix, [seqs, width], and the weights P_0.., [seqs, width + 1].
 

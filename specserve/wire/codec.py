@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from specserve.hidden_states import HIDDEN_DTYPES, HiddenStates
-from specserve.page_transfers import HASH_BYTES, PageAnswer, PageData, PageQuery, PageTransfer
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -65,14 +64,11 @@ _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
 _SPAN = struct.Struct("<dd")  # start, end
 _CHUNK = struct.Struct("<QQ")  # seq_id, start
 _HIDDEN = struct.Struct("<QQQQ")  # seq_id, start, num_positions, num_bytes
-_PAGES = struct.Struct("<QQQ")  # kind of a transfer, number of hashes, bytes of contents
-_PAGE_ANSWER = struct.Struct("<QQ")  # num_pages, bytes of contents
-_QUERY, _QUERY_FOR_DATA, _DATA = range(3)  # kinds of transfers
 _NUMBER = struct.Struct("<Q")
 
 
 class ArrayWriter:
-    """Arrays of a message: sparse distributions for one frame, states and pages for another.
+    """Arrays of a message: sparse distributions, gathered for one frame, and states for another.
 
     On an encrypted link a frame costs more than a copy.
     """
@@ -451,53 +447,6 @@ def read_hidden_states(row: Any, arrays: ArrayReader) -> tuple[HiddenStates, ...
         data = arrays.take_states(num_bytes)
         hidden.append(HiddenStates(seq_id, start, num_positions, dtype, data))
     return tuple(hidden)
-
-
-def write_page_transfers(transfers: Sequence[PageTransfer], arrays: ArrayWriter) -> Row:
-    """Return the shapes of all transfers of a message, and their hashes."""
-    shapes = []
-    for each in transfers:
-        if isinstance(each, PageData):
-            arrays.put_states(each.data)
-            shapes.append(_PAGES.pack(_DATA, len(each.hashes), len(each.data)))
-        else:
-            kind = _QUERY_FOR_DATA if each.wants_data else _QUERY
-            shapes.append(_PAGES.pack(kind, len(each.hashes), 0))
-    return b"".join(shapes), b"".join(chain.from_iterable(each.hashes for each in transfers))
-
-
-def read_page_transfers(row: Any, arrays: ArrayReader) -> tuple[PageTransfer, ...]:
-    column, joined = row
-    if type(joined) is not bytes:
-        raise TypeError("hashes of pages are missing")
-    transfers, first = list[PageTransfer](), 0
-    for kind, num_hashes, num_bytes in _PAGES.iter_unpack(column):
-        stop = first + num_hashes * HASH_BYTES
-        if kind > _DATA or stop > len(joined) or (num_bytes and kind != _DATA):
-            raise ValueError("a transfer of pages of no known shape")
-        hashes = tuple(joined[at : at + HASH_BYTES] for at in range(first, stop, HASH_BYTES))
-        transfers.append(
-            PageData(hashes, arrays.take_states(num_bytes))
-            if kind == _DATA
-            else PageQuery(hashes, wants_data=kind == _QUERY_FOR_DATA)
-        )
-        first = stop
-    if first != len(joined):
-        raise ValueError("hashes of pages that belong to no transfer")
-    return tuple(transfers)
-
-
-def write_page_answers(answers: Sequence[PageAnswer], arrays: ArrayWriter) -> bytes:
-    for each in answers:
-        arrays.put_states(each.data)
-    return b"".join(_PAGE_ANSWER.pack(each.num_pages, len(each.data)) for each in answers)
-
-
-def read_page_answers(column: Any, arrays: ArrayReader) -> tuple[PageAnswer, ...]:
-    return tuple(
-        PageAnswer(num_pages, arrays.take_states(num_bytes))
-        for num_pages, num_bytes in _PAGE_ANSWER.iter_unpack(column)
-    )
 
 
 def _write_stats(stats: Stats) -> Row:

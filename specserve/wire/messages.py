@@ -2,13 +2,11 @@
 
 Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of
 its items (codec.py). Frame 1, if there is one, has all sparse distributions of the message: first
-every id, then every probability. Frame 2, if there is one, has all its hidden states and pages, as
-they are.
+every id, then every probability. Frame 2, if there is one, has all its hidden states, as they are.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ import msgpack  # type: ignore[import-untyped]
 from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
 from specserve.hidden_states import HiddenStates
-from specserve.learning_progress import LearningProgress
-from specserve.page_transfers import PageAnswer, PageTransfer
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -38,8 +34,6 @@ from specserve.wire.codec import (
     read_chunk,
     read_draft_step,
     read_hidden_states,
-    read_page_answers,
-    read_page_transfers,
     read_prepared_proposal,
     read_proposal,
     read_span,
@@ -50,8 +44,6 @@ from specserve.wire.codec import (
     write_chunk,
     write_draft_step,
     write_hidden_states,
-    write_page_answers,
-    write_page_transfers,
     write_prepared_proposal,
     write_proposal,
     write_span,
@@ -108,7 +100,6 @@ class Verify:
     number: int
     steps: tuple[VerifyStep, ...]
     released: tuple[int, ...] = ()
-    transfers: tuple[PageTransfer, ...] = ()  # of pages, before the pass
 
     @property
     def wants_drafts(self) -> bool:
@@ -129,7 +120,6 @@ class Verdicts:
     spans: tuple[Span, ...] = ()
     # Of committed positions that the pass computed, where a head in another process reads them.
     hidden: tuple[HiddenStates, ...] = ()
-    transfers: tuple[PageAnswer, ...] = ()  # one for each transfer of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +149,6 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class LearningReport:
-    """How far a draft has learned, pushed by the worker that it lives in about once a second."""
-
-    progress: LearningProgress
-
-
-@dataclass(frozen=True, slots=True)
 class Chunks:
     """Tokens that one round committed for the requests of one gateway.
 
@@ -180,17 +163,7 @@ class Stop:
     """Request to end a worker's run."""
 
 
-Message = (
-    Propose
-    | Proposals
-    | PreparedProposals
-    | Verify
-    | Verdicts
-    | Failure
-    | LearningReport
-    | Chunks
-    | Stop
-)
+Message = Propose | Proposals | PreparedProposals | Verify | Verdicts | Failure | Chunks | Stop
 
 
 def pack(message: Message) -> list[bytes]:
@@ -273,7 +246,6 @@ _PROPOSE = struct.Struct("<Qd")  # number, deadline
 _PROPOSALS = struct.Struct("<QdQ")  # number, seconds, pages_used
 _VERDICTS = struct.Struct("<QdQQQ")  # number, seconds, pages_used, prefix_queries, prefix_hits
 _NUMBER = struct.Struct("<Q")
-_LEARNING = struct.Struct("<QQQdd")  # as in LearningProgress; what is None there is NaN
 
 
 def _propose(fields: Any, steps: tuple[DraftStep, ...], arrays: ArrayReader) -> Propose:
@@ -300,15 +272,13 @@ def _prepared_proposals(
 
 
 def _verify(fields: Any, steps: tuple[VerifyStep, ...], arrays: ArrayReader) -> Verify:
-    numbers, released, transfers = fields
+    numbers, released = fields
     (number,) = _NUMBER.unpack(numbers)
-    return Verify(
-        number, steps, unpack_column("Q", released), read_page_transfers(transfers, arrays)
-    )
+    return Verify(number, steps, unpack_column("Q", released))
 
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -> Verdicts:
-    numbers, spans, hidden, transfers = fields
+    numbers, spans, hidden = fields
     number, seconds, pages_used, queries, hits = _VERDICTS.unpack(numbers)
     return Verdicts(
         number,
@@ -319,7 +289,6 @@ def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -
         hits,
         tuple([read_span(span) for span in spans]),
         read_hidden_states(hidden, arrays),
-        read_page_answers(transfers, arrays),
     )
 
 
@@ -327,31 +296,6 @@ def _failure(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> Failure:
     (numbers, kind, message), () = fields, nothing
     (number,) = _NUMBER.unpack(numbers)
     return Failure(number, require_text(kind), require_text(message))
-
-
-def _learning(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> LearningReport:
-    (numbers,), () = fields, nothing
-    steps, swaps, rollbacks, before, acceptance = _LEARNING.unpack(numbers)
-    return LearningReport(
-        LearningProgress(steps, swaps, rollbacks, _number(before), _number(acceptance))
-    )
-
-
-def _learning_fields(report: LearningReport, arrays: ArrayWriter) -> Row:
-    progress = report.progress
-    return (
-        _LEARNING.pack(
-            progress.steps,
-            progress.swaps,
-            progress.rollbacks,
-            math.nan if progress.acceptance_before is None else progress.acceptance_before,
-            math.nan if progress.acceptance is None else progress.acceptance,
-        ),
-    )
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _chunks(fields: Any, chunks: tuple[Chunk, ...], arrays: ArrayReader) -> Chunks:
@@ -397,7 +341,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         fields=lambda message, arrays: (
             _NUMBER.pack(message.number),
             pack_column("Q", message.released),
-            write_page_transfers(message.transfers, arrays),
         ),
         build=_verify,
         items=lambda message: message.steps,
@@ -415,7 +358,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
             ),
             [write_span(span) for span in message.spans],
             write_hidden_states(message.hidden, arrays),
-            write_page_answers(message.transfers, arrays),
         ),
         build=_verdicts,
         items=lambda message: message.verdicts,
@@ -430,7 +372,6 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         ),
         build=_failure,
     ),
-    LearningReport: _Layout(fields=_learning_fields, build=_learning),
     Chunks: _Layout(
         fields=lambda message, arrays: (),
         build=_chunks,

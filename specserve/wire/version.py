@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specserve import __version__
 from specserve.errors import VersionMismatch
 
-VERSION = 13
+VERSION = 14
 RELEASE = __version__
 
 

@@ -13,9 +13,8 @@ import openai
 import pytest
 
 from specserve.api import generation, responses
-from specserve.api.responses import SLICE, _slices, _speculation_json
+from specserve.api.responses import SLICE, _slices
 from specserve.errors import Overloaded
-from specserve.types import Stats
 from tests.support.http_server import (
     CONTEXT,
     TEXT,
@@ -72,15 +71,6 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.Ope
         "anticipated",
         "resumed",
     ]
-
-
-def test_the_statistics_name_the_verifier_of_every_continuation() -> None:
-    of_two = [
-        Stats(verifier, True, rounds=2, drafted=8, accepted=3, target_passes=3)
-        for verifier in ("coupled", "block")
-    ]
-    assert _speculation_json(of_two)["verifier"] == "block, coupled"
-    assert _speculation_json(of_two[:1])["verifier"] == "coupled"
 
 
 def test_a_chat_answers_as_the_assistant(client: openai.OpenAI) -> None:

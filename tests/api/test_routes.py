@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve import __version__
 from specserve.api import routes as endpoints
-from specserve.api.service import LearningStatus, PoolStatus, PrefillStatus, Status
+from specserve.api.service import PoolStatus, Status
 from specserve.errors import WorkerLost
 from specserve.metrics import Registry
 from tests.support.http_server import (
@@ -106,28 +106,6 @@ def test_health_says_how_many_devices_a_draft_pool_has_and_how_busy_they_are() -
     with serving(FakeService(state=state)) as server:
         reply = server.ask("/health")
     assert reply.json["draft_pools"] == {"shared": {"devices": 2, "engines": 3, "busy": 0.413}}
-
-
-def test_health_says_how_many_prefill_engines_are_well_and_what_is_wrong_with_others() -> None:
-    prefill = (PrefillStatus("", 2, 1, why="a worker died"), PrefillStatus("large", 1, 1))
-    state = Status(ready=True, healthy=True, prefill=prefill)
-    with serving(FakeService(state=state)) as server:
-        reply = server.ask("/health")
-    assert reply.json["prefill_engines"] == {
-        "demo": {"engines": 2, "healthy": 1, "why": "a worker died"},
-        "large": {"engines": 1, "healthy": 1},
-    }
-
-
-def test_health_says_how_far_drafts_have_learned_and_when_they_last_did() -> None:
-    learning = (LearningStatus("", 2, 1200, 3.14159), LearningStatus("large", 1, 0))
-    state = Status(ready=True, healthy=True, learning=learning)
-    with serving(FakeService(state=state)) as server:
-        reply = server.ask("/health")
-    assert reply.json["draft_learning"] == {
-        "demo": {"drafts": 2, "steps": 1200, "seconds_since_step": 3.1},
-        "large": {"drafts": 1, "steps": 0, "seconds_since_step": None},
-    }
 
 
 def test_devices_that_are_avoided_stand_in_the_health_of_a_server_that_is_well() -> None:

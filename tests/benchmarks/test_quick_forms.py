@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from specserve.models.linear_kernels import missing_for_compiled
-
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs" / "measurements"
 
@@ -28,11 +26,9 @@ IN_PROCESS = {
     "benchmarks.neighbours": (),
     "benchmarks.pacer": ("--texts", "json"),
     "benchmarks.pools": (),
-    "benchmarks.prefill_elsewhere": (),
     "benchmarks.prompts": (),
     "benchmarks.quantized": (),
     "benchmarks.structured": (),
-    "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
     "tests.families": (),
     "tests.conformance": (),
@@ -42,13 +38,10 @@ IN_PROCESS = {
     "tests.proofs.distribution": (),
 }
 """Commands that need neither Ray nor other engines, with further arguments."""
-NEED_COMPILED = ("benchmarks.twelve_bits",)
-"""Of these, commands that measure code for some processors alone, and say so elsewhere."""
 WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.demo_race": (),
     "benchmarks.first_minutes": (),
-    "benchmarks.learning": (),
     "benchmarks.pipeline": ("--only", "sweep", "weighs", "simulation"),
     "benchmarks.placements": (),
     "benchmarks.routing": (),
@@ -92,8 +85,6 @@ def test_a_command_runs_in_its_tiny_form(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if module in NEED_COMPILED and missing_for_compiled() is not None:
-        pytest.skip(f"it needs {missing_for_compiled()}")
     monkeypatch.chdir(tmp_path)
     run_quickly(module, IN_PROCESS[module], monkeypatch)
     assert "| " in capsys.readouterr().out, "it prints a table"

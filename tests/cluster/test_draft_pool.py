@@ -114,7 +114,7 @@ def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_no
         ({**POOL, "draft.pool.name": "a b"}, "draft.pool.name 'a b' must begin"),
         ({**POOL, "draft.kind": "max_gram", "draft.path": None}, "draft.kind is max_gram"),
         ({**POOL, "draft.placement": "together"}, "draft.placement is together"),
-        ({**POOL, "draft.learn": True}, "draft.learn trains"),
+        ({**POOL, "draft.learn": True}, "draft.learn belongs to"),
         ({**POOL, "draft.pool.targets": 1}, "below replicas.max 2"),
         ({**POOL, "draft.pool.devices": 3}, "above the number of engines, 2"),
         ({**POOL, "draft.pool.max_devices": 3}, "max_devices 3 is above the number of engines, 2"),

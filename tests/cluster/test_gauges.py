@@ -9,7 +9,6 @@ import pytest
 
 from specserve.cluster.gauges import Gauges
 from specserve.cluster.pass_watch import RankTimes
-from specserve.learning_progress import LearningProgress
 from specserve.metrics import Registry, merge, render
 
 
@@ -24,10 +23,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
         busy_seconds=10.0,
         prefix_queries=40,
         prefix_hits=32,
-        learning=None,
         watch=SimpleNamespace(ranks={}),
     )
-    drafter = SimpleNamespace(pages_used=5, busy_seconds=1.0, learning=None)
+    drafter = SimpleNamespace(pages_used=5, busy_seconds=1.0)
     ready = SimpleNamespace(num_pages=50)
     group = SimpleNamespace(
         target=target,
@@ -74,47 +72,6 @@ def test_totals_of_others_are_counted_once(parts: tuple[Any, Any, list[float]]) 
     assert samples["prefix_cache_queries_total"] == {(): (40.0,)}
     assert samples["prefix_cache_hits_total"] == {(): (48.0,)}
     assert samples["worker_restarts_total"] == {("target",): (2.0,), ("draft",): (0.0,)}
-
-
-def test_learning_is_counted_on_when_a_worker_is_replaced(
-    parts: tuple[Any, Any, list[float]],
-) -> None:
-    coordinator, group, _ = parts
-    registry = Registry()
-    gauges = Gauges(registry, "a1")
-    for progress in (
-        LearningProgress(100, 1, 0, 0.5, 0.6),
-        LearningProgress(150, 2, 1, 0.6, 0.5),
-        LearningProgress(30, 1, 0, 0.5, 0.7),
-    ):
-        group.drafter.learning = progress
-        gauges.observe(coordinator, group)
-    samples = registry.snapshot().samples
-    assert samples["draft_learning_steps_total"] == {(): (180.0,)}
-    assert samples["draft_learning_swaps_total"] == {(): (3.0,)}
-    assert samples["draft_learning_rollbacks_total"] == {(): (1.0,)}
-    rates = {when: value[0] for when, value in samples["draft_learning_acceptance"].items()}
-    assert rates == {("before",): 0.5, ("since",): 0.7}
-
-
-def test_the_last_step_of_learning_is_the_last_that_made_progress(
-    parts: tuple[Any, Any, list[float]],
-) -> None:
-    coordinator, group, now = parts
-    gauges = Gauges(Registry(), "a1")
-    gauges.observe(coordinator, group)
-    group.drafter.learning = LearningProgress(0, 0, 0, None, 0.6)
-    gauges.observe(coordinator, group)
-    assert gauges.seconds_since_step is None
-    group.drafter.learning = LearningProgress(100, 1, 0, 0.5, 0.6)
-    gauges.observe(coordinator, group)
-    now[0] += 30.0
-    group.drafter.learning = LearningProgress(100, 1, 0, 0.5, 0.7)  # another acceptance alone
-    gauges.observe(coordinator, group)
-    assert gauges.seconds_since_step == 30.0
-    group.drafter.learning = LearningProgress(2, 0, 0, None, 0.7)  # of a new worker
-    gauges.observe(coordinator, group)
-    assert gauges.seconds_since_step == 0.0
 
 
 def test_without_a_drafter_gamma_is_zero(parts: tuple[Any, Any, list[float]]) -> None:

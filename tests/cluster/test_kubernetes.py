@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from specserve import __version__
-from specserve.cluster.placement import bundles, pool_bundles, prefill_bundles
+from specserve.cluster.placement import bundles, pool_bundles
 from specserve.config.tree import config_from_keys
 from tests.support.kubernetes_check import errors, kuberay_definitions, kubernetes_definitions
 from tests.support.kubernetes_fields import schema_of
@@ -238,7 +238,7 @@ def test_numbers_are_text_where_kubernetes_takes_nothing_else() -> None:
     assert all(isinstance(value, str) for value in env)
 
 
-# With a draft pool and prefill engines
+# With a draft pool
 
 
 def _with_pool() -> tuple[Tree, Tree, dict[str, Tree]]:
@@ -257,7 +257,7 @@ def _room(group: Tree) -> dict[str, float]:
     return {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
 
 
-def test_the_file_with_a_pool_differs_in_pool_prefill_engines_and_their_pods_alone() -> None:
+def test_the_file_with_a_pool_differs_in_the_pool_and_its_pods_alone() -> None:
     others = [tree for tree in _load(WITH_POOL) if tree["kind"] != "RayService"]
     assert others == [tree for tree in _load(FILES[0]) if tree["kind"] != "RayService"]
     service, application, groups = _with_pool()
@@ -279,7 +279,7 @@ def test_the_file_with_a_pool_differs_in_pool_prefill_engines_and_their_pods_alo
     for section, keys in {
         "target": ("label_selector",),
         "draft": ("label_selector", "pool"),
-        "replicas": ("min", "prefill", "prefill_from"),
+        "replicas": ("min",),
     }.items():
         for key in keys:
             application["args"][section].pop(key)
@@ -288,18 +288,16 @@ def test_the_file_with_a_pool_differs_in_pool_prefill_engines_and_their_pods_alo
     assert application == APPLICATION
 
 
-def test_engines_and_prefill_engines_have_a_pod_each_and_the_pool_one_for_each_device() -> None:
+def test_engines_have_a_pod_each_and_the_pool_one_for_each_device() -> None:
     _, application, groups = _with_pool()
     config = config_from_keys(application["args"])
     replicas, pool = config.replicas, config.draft.pool
-    each, prompts = bundles(config, has_gpus=True), prefill_bundles(config, has_gpus=True)
-    assert replicas.prefill > 0
-    for wanted in (each, prompts):
-        for resource, amount in _room(groups["engines"]).items():
-            assert sum(one.resources.get(resource, 0) for one in wanted) <= amount
+    wanted = bundles(config, has_gpus=True)
+    for resource, amount in _room(groups["engines"]).items():
+        assert sum(one.resources.get(resource, 0) for one in wanted) <= amount
     assert (groups["engines"]["minReplicas"], groups["engines"]["maxReplicas"]) == (
-        replicas.min + replicas.prefill,
-        replicas.max + replicas.prefill,
+        replicas.min,
+        replicas.max,
     )
     drafts = pool_bundles(config, has_gpus=True, at_most=True)
     for draft in drafts:
@@ -317,8 +315,7 @@ def test_engines_and_prefill_engines_have_a_pod_each_and_the_pool_one_for_each_d
 def test_no_rank_takes_a_pods_gpu_that_is_the_pools() -> None:
     _, application, groups = _with_pool()
     config = config_from_keys(application["args"])
-    wanted = (*bundles(config, has_gpus=True), *prefill_bundles(config, has_gpus=True))
-    for bundle in wanted:
+    for bundle in bundles(config, has_gpus=True):
         if bundle.resources.get("GPU"):
             assert bundle.labels.items() <= groups["engines"]["labels"].items()
             assert not bundle.labels.items() <= groups["drafts"]["labels"].items()

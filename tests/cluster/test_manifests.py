@@ -18,7 +18,7 @@ from ray.util.placement_group import validate_placement_group
 from specserve import __version__
 from specserve.cluster import header_encoding
 from specserve.cluster.draft_pool import pool_deployment_name
-from specserve.cluster.placement import bundles, engine_deployments, prefill_deployments
+from specserve.cluster.placement import bundles, engine_deployments
 from specserve.config.tree import DEMO, Config, config_from_keys
 
 # A warning of ray.serve's own, when it is imported.
@@ -141,7 +141,6 @@ def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[st
         "Board",
         "Engine",
         "Gateway",
-        *prefill_deployments(config),
         *pools,
     }
     wanted, placed = bundles(config, has_gpus=False), deployments["Engine"]._replica_config

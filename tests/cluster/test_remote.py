@@ -14,13 +14,11 @@ from specserve.cluster.pass_watch import DraftWatch
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget
 from specserve.engine.stragglers import MIN_PASSES, NUM_RECENT
 from specserve.errors import Displaced, OutOfPages, TargetReplaced, WorkerLost
-from specserve.page_transfers import PageAnswer, PageQuery
 from specserve.types import (
     DraftStep,
     Policy,
     PreparedProposal,
     Proposal,
-    Span,
     SparseDistribution,
     Verdict,
     VerifyStep,
@@ -89,34 +87,6 @@ def test_all_ranks_get_the_message_and_the_first_has_the_verdicts() -> None:
         20,
         16,
     )
-
-
-def test_an_imports_time_is_that_beyond_the_pass_of_the_rank_that_waited_least() -> None:
-    observed: list[tuple[int, float | None, float]] = []
-
-    def observe(taken: Any, *, pass_s: float | None, overhead_s: float) -> None:
-        observed.append((len(taken), pass_s, overhead_s))
-
-    def answer(seconds: float) -> Verdicts:
-        return replace(
-            verdicts_of(),
-            spans=(Span("draft", 0.0, 9.0), Span("verify", 10.0, 10.0 + seconds)),
-            transfers=(PageAnswer(1),),
-        )
-
-    async def rounds() -> None:
-        clients = [Client(answer(2.0), answer(2.0)), Client(answer(3.0), answer(3.0))]
-        target = attached(RemoteTarget(deadline_s=5), *clients)
-        target.pages.observe = observe
-        asking = asyncio.create_task(target.pages.ask(PageQuery((bytes(16),))))
-        await asyncio.sleep(0)
-        await target.verify([VERIFY])
-        await target.verify([])
-        assert (await asking)[0].num_pages == 1
-
-    asyncio.run(rounds())
-    assert [(number, pass_s) for number, pass_s, _ in observed] == [(1, 2.0), (0, None)]
-    assert all(overhead_s < 0 for _, _, overhead_s in observed), "no clock ran for 2 s"
 
 
 def test_what_is_released_travels_once_with_the_next_round() -> None:

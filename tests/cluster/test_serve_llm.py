@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from specserve.api.service import LearningStatus
 from specserve.cluster.serve_llm import LocalService, SpecserveServer, config_of
 from specserve.errors import ConfigError, Overloaded, WorkerLost
-from specserve.metrics import Registry
 from specserve.types import Chunk, FinishReason, Request
 from tests.cluster.test_replicas import REQUEST, chunk
 from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
@@ -147,19 +145,3 @@ def test_a_request_that_gives_its_place_or_loses_its_engine_gets_its_error() -> 
                 await task
 
     run(scenario())
-
-
-@pytest.mark.parametrize("learns", [True, False])
-def test_the_engine_says_how_far_its_draft_has_learned(learns: bool) -> None:
-    registry = Registry()
-    registry.counter("draft_learning_steps_total").add(12)
-    running: Any = SimpleNamespace(
-        health=SimpleNamespace(trouble=None, device_troubles=()),
-        group=SimpleNamespace(losses=(), draft_placement="apart", learns=learns),
-        snapshot=registry.snapshot,
-        seconds_since_step=2.0,
-    )
-    service = LocalService()
-    service.attach(running)
-    status = asyncio.run(service.status())
-    assert status.learning == ((LearningStatus("", 1, 12, 2.0),) if learns else ())

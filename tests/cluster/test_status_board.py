@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
-from specserve.api.service import LearningStatus, PoolStatus, PrefillStatus
+from specserve.api.service import PoolStatus
 from specserve.cluster import status_board
 from specserve.cluster.console import StatusLine, StatusScreen
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
     POOL,
-    PREFILL,
     SILENT_AFTER_S,
     Answer,
     Board,
@@ -55,81 +54,6 @@ def test_a_device_of_a_pool_learns_the_engines_of_the_others_and_a_status_has_th
     page = StatusScreen(title="it", hints=()).render(board.status())
     assert "draft pool shared: 2 devices for 4 engines, 50% busy" in page.plain
     assert "draft pool other: 1 device for 2 engines, 50% busy" in page.plain
-
-
-def test_prefill_engines_are_counted_beside_engines_and_take_no_health_from_them() -> None:
-    clock = Clock()
-    board = Board(clock, prefill={"": 3})
-    assert board.status().prefill == (PrefillStatus("", 3, 0),)
-    board.report(ReplicaReport("a", PREFILL, None, Snapshot({})))
-    assert not board.status().healthy, "they serve no request"
-    avoided, loss = ("a GPU is avoided",), ("target: killed",)
-    board.report(
-        ReplicaReport("b", PREFILL, "a worker died", Snapshot({}), None, avoided, losses=loss)
-    )
-    board.report(ReplicaReport("e", ENGINE, None, Snapshot({})))
-    status = board.status()
-    assert (status.healthy, status.replicas) == (True, 1)
-    assert status.prefill == (PrefillStatus("", 3, 1, "a worker died"),)
-    assert status.troubles == ("a GPU is avoided", "prefill engine: a worker died")
-    assert (status.device_troubles, status.losses) == (avoided, loss)
-    page = StatusScreen(title="it", hints=()).render(status)
-    assert "prefill engines: 1 of 3 healthy" in page.plain
-    clock.now += SILENT_AFTER_S + 1
-    assert board.status().prefill == (PrefillStatus("", 3, 0),)
-
-
-def test_each_model_has_its_own_count_of_prefill_engines() -> None:
-    board = Board(models={"small": False, "large": False}, prefill={"small": 1, "large": 2})
-    board.report(ReplicaReport("a", PREFILL, None, Snapshot({}), model="large"))
-    board.report(ReplicaReport("b", PREFILL, "a rank hangs", Snapshot({}), model="small"))
-    status = board.status()
-    assert status.prefill == (
-        PrefillStatus("small", 1, 0, "a rank hangs"),
-        PrefillStatus("large", 2, 1),
-    )
-    assert "small: prefill engine: a rank hangs" in status.troubles
-
-
-def learned(replica: str, steps: int, since: float | None, model: str = "") -> ReplicaReport:
-    registry = Registry()
-    registry.counter("draft_learning_steps_total").add(steps)
-    metrics = registry.snapshot().of_model(model)
-    return ReplicaReport(
-        replica, ENGINE, None, metrics, model=model, learns=True, seconds_since_step=since
-    )
-
-
-def test_steps_of_learning_are_those_of_the_metrics_also_of_engines_that_are_gone() -> None:
-    clock = Clock()
-    board = Board(clock)
-    board.report(learned("a", 100, 4.0))
-    board.report(learned("b", 20, 2.0))
-    board.report(ReplicaReport("c", ENGINE, None, snapshot(3)))
-    board.report(ReplicaReport("g", GATEWAY, None, snapshot(0)))
-    assert board.status("g").learning == (LearningStatus("", 2, 120, 2.0),)
-    clock.now += SILENT_AFTER_S + 1
-    board.report(learned("d", 0, None))
-    status = board.status("g")
-    assert status.learning == (LearningStatus("", 1, 120, None),)
-    counted = merge(status.metrics).samples["draft_learning_steps_total"]
-    assert counted == {(): (120.0,)}
-    page = StatusScreen(title="it", hints=()).render(status)
-    assert "learning: 1 draft, 120 steps" in page.plain
-
-
-def test_each_model_has_its_own_learning_and_none_where_no_draft_is_trained() -> None:
-    board = Board(models={"small": False, "large": False, "other": False})
-    board.report(learned("a", 7, 1.0, model="large"))
-    board.report(learned("b", 5, 3.0, model="small"))
-    board.report(ReplicaReport("c", ENGINE, None, snapshot(1).of_model("other"), model="other"))
-    status = board.status()
-    assert status.learning == (
-        LearningStatus("large", 1, 7, 1.0),
-        LearningStatus("small", 1, 5, 3.0),
-    )
-    page = StatusScreen(title="it", hints=()).render(status)
-    assert "learning of small: 1 draft, 5 steps, the last 0:00:03 ago" in page.plain
 
 
 class Clock:

@@ -74,8 +74,6 @@ CONTRACT = {
         "downscale_delay_s",
         "surge_percent",
         "routing",
-        "prefill",
-        "prefill_from",
         "gateways",
         "min_gateways",
     },
@@ -285,7 +283,7 @@ def test_an_item_of_a_list_is_refused_by_its_index() -> None:
         ),
         ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
-        ({"draft.kind": "none", "draft.learn": True}, "draft.learn belongs to the kinds neural"),
+        ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),
         (
             {"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]},
             "draft.stages belongs to the kinds vertical",

@@ -7,7 +7,7 @@ import pytest
 from specserve.config.tree import SpeculationConfig
 from specserve.engine.admission import Admission
 from specserve.errors import BadValue
-from specserve.types import ModelInfo, Request, TokenRule, Warp
+from specserve.types import ModelInfo, Request, Speculation, TokenRule, Warp
 
 VOCAB, END = 8, 2
 INFO = ModelInfo(VOCAB, 64, frozenset([END]), page_size=4, num_pages=100)
@@ -60,3 +60,21 @@ def test_a_rule_that_leaves_no_first_token_is_refused(
 )
 def test_a_rule_that_leaves_a_first_token_is_taken(admission: Admission, rule: TokenRule) -> None:
     admission.check(request(rule))
+
+
+@pytest.mark.parametrize(
+    ("server", "seeded", "asked", "expected"),
+    [
+        (None, False, None, "block"),
+        (None, True, None, "coupled"),
+        ("speculative", False, None, "speculative"),
+        ("speculative", True, None, "coupled"),
+        (None, True, "lenient", "lenient"),
+    ],
+)
+def test_a_request_gets_its_own_verifier_or_the_one_for_its_seed_or_the_server_s(
+    server: str | None, seeded: bool, asked: str | None, expected: str
+) -> None:
+    admission = Admission(INFO, SpeculationConfig(verifier=server))
+    own = Request((1, 2), 9, Warp(), seed=1, seeded=seeded, speculation=Speculation(verifier=asked))
+    assert admission.policy(own).verifier == expected

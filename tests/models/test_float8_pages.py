@@ -22,8 +22,6 @@ from specserve.models.cache import PagedCache
 from specserve.models.float8_pages import PageScales, to_float8
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.model import Model, ModelOptions, open_model
-from specserve.models.page_exchange import export_pages, import_pages, page_bytes
-from specserve.page_transfers import PageData
 from specserve.sampling_params import Sampling
 from specserve.tools.doctor import room
 from specserve.tools.plan.memory import GIB, GpuGroup, MemoryPlan, fits
@@ -79,7 +77,8 @@ def held(cache: PagedCache, layer: int) -> list[Tensor]:
     """Return the keys and the values of the text as a layer's pages hold them, widened."""
     slots = cache.slots(0, 0, len(TEXT)).cpu()
     pools = cache.keys[layer], cache.values[layer]
-    return [pool.view(cache.pools[0].dtype).cpu().view(pool.dtype).float()[slots] for pool in pools]
+    whole = cache._pools[0].dtype
+    return [pool.view(whole).cpu().view(pool.dtype).float()[slots] for pool in pools]
 
 
 def test_what_is_too_large_is_cut_off() -> None:
@@ -185,20 +184,6 @@ def test_doctor_and_plan_count_the_smaller_pages(stated: Path, card: Ledger) -> 
     gpus = GpuGroup(1, 2.0**25 / GIB)
     pages = [fits(path, gpus, memory)[0].pages for path in (plain, stated)]
     assert 1.9 * pages[0] < pages[1] < 2.1 * pages[0]
-
-
-def test_pages_are_sent_and_attached_as_they_are(stated: Path, card: Ledger) -> None:
-    first, second = (open_model(stated, options()).runner for _ in range(2))
-    expected = first.run([Step(0, 0, TEXT)], [1]).cpu()
-    first.cache.commit(0, len(TEXT))
-    hashes = first.cache._sequences[0].page_hashes
-    pages = first.cache.find_pages(hashes)
-    data = export_pages(first.cache, pages)
-    assert len(data) == len(pages) * page_bytes(first.cache)
-    assert import_pages(second.cache, PageData(tuple(hashes), data)) == len(pages) == 3
-    assert torch.equal(second.run([Step(0, 0, TEXT)], [1]).cpu(), expected)
-    assert second.cache.prefix_hits == 48
-    second.cache.check()
 
 
 @pytest.mark.parametrize("anticipates", [True, False])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from specserve.engine.pacer import Pacer
 from specserve.sampling import verify
 from specserve.sampling.drafts import DraftBatch
 from specserve.types import VERIFIERS, Warp
@@ -77,21 +76,6 @@ def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -
     assert proof.fit.p_value > 1e-3
     if result.acceptance is not None:
         assert abs(result.acceptance.num_standard_errors) < 3
-
-
-def test_a_choice_of_verifiers_that_follows_what_is_measured_is_exact(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let the last bits of the measured acceptance decide, so that the choice changes often."""
-
-    def erratic_rate(_pacer: Pacer, _count: int, *, alpha: float, hit_rate: float) -> float:
-        return 1 + 1e4 * (alpha + hit_rate) % 1
-
-    monkeypatch.setattr(Pacer, "expected_rate", erratic_rate)
-    (proof,) = prove(pairs, [(4, Case("auto", "ahead", 3))], SAMPLES)
-    assert min(proof.result.verifiers[name] for name in ("block", "coupled")) > SAMPLES // 4
-    assert proof.result.preempted > 0
-    assert proof.p_value > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["speculative", "coupled"])

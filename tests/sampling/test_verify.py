@@ -30,7 +30,7 @@ from specserve.sampling import (
     verify_greedy,
 )
 from specserve.sampling import verify as verifiers
-from specserve.sampling.verify import acceptance_probability, block_acceptance, residual, verify
+from specserve.sampling.verify import block_acceptance, residual, verify
 from specserve.types import SparseDistribution, Warp
 
 LOSSLESS = ["speculative", "block", "coupled"]
@@ -104,7 +104,10 @@ def num_accepted(name: str, p: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tens
             [(1 - h[:, :-1]).flip(1).cumprod(1).flip(1), torch.ones_like(h[:, :1])], 1
         )
         return torch.cat([torch.ones_like(h[:, :1]), h[:, :-1]], 1) * rejected_later, weight
-    h = acceptance_probability(p, drafts, drafts.lenience if name == "lenient" else None)
+    ratio = drafts.p_at_tokens(p) / drafts.q_at_tokens().clamp(min=torch.finfo(torch.float32).tiny)
+    if name == "lenient":
+        ratio = ratio * drafts.lenience
+    h = ratio.clamp(max=1) * drafts.valid  # 2211.17192, Algorithm 1
     passed = torch.cat([torch.ones_like(h[:, :1]), h[:, :-1].cumprod(1)], 1)
     return passed * (1 - h), None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -131,7 +130,7 @@ ALL_SHARED = DrafterSpec("other")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    verifier: str  # "each": another for each request; "auto": the engine's choice
+    verifier: str  # "each": another for each request
     drafter: str  # of DRAFTERS, or "none"
     gamma: int | None  # None: another for each sequence in each round
     warps: str = "T = 1"  # of WARPS
@@ -165,7 +164,6 @@ class Result:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
-    verifiers: Counter[str] = field(default_factory=Counter)  # of each continuation
     seconds: float = 0.0
 
     @property
@@ -337,7 +335,6 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
             result.accepted + run.accepted,
         )
         result.preempted += run.num_preempted
-        result.verifiers.update(answer.stats.verifier for answer in run.answers if answer.stats)
     result.seconds = time.perf_counter() - began
     return result
 
@@ -354,7 +351,7 @@ def _request(case: Case, i: int, seed: int) -> Request:
     )
     seeded = verifier == "coupled"
     max_tokens = COUNTED + case.largest_gamma + TAIL
-    speculation = Speculation(verifier=None if seeded or verifier == "auto" else verifier)
+    speculation = Speculation(verifier=None if seeded else verifier)
     return Request(
         group.prompt,
         max_tokens,

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
 from specserve.hidden_states import HIDDEN_DTYPES, HiddenStates
-from specserve.learning_progress import LearningProgress
-from specserve.page_transfers import PageAnswer, PageData, PageQuery
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -47,7 +45,6 @@ from specserve.wire.codec import MAX_SALT
 from specserve.wire.messages import (
     Chunks,
     Failure,
-    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -197,27 +194,17 @@ def hidden_states(draw: st.DrawFn) -> tuple[HiddenStates, ...]:
     )
 
 
-contents = st.binary(max_size=5)
-page_hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple)
-transfers = st.lists(
-    st.builds(PageQuery, page_hashes, st.booleans()) | st.builds(PageData, page_hashes, contents),
-    max_size=30,
-).map(tuple)
-page_answers = st.lists(st.builds(PageAnswer, counts, contents), max_size=30).map(tuple)
-
-
 def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
     return st.lists(items, max_size=4).map(tuple)
 
 
-shares = st.floats(0, 1)
 messages = st.one_of(
     st.builds(
         Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts, hidden_states()
     ),
     st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
     st.builds(PreparedProposals, counts, some(st.builds(PreparedProposal, counts, proposals()))),
-    st.builds(Verify, counts, some(verify_steps()), many_counts, transfers),
+    st.builds(Verify, counts, some(verify_steps()), many_counts),
     st.builds(
         Verdicts,
         counts,
@@ -228,13 +215,8 @@ messages = st.one_of(
         counts,
         some(spans),
         hidden_states(),
-        page_answers,
     ),
     st.builds(Failure, counts, st.text(), st.text()),
-    st.builds(
-        LearningReport,
-        st.builds(LearningProgress, counts, counts, counts, st.none() | shares, st.none() | shares),
-    ),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
 )
@@ -322,10 +304,7 @@ def samples() -> list[Message]:
             ),
             0.1,
             3,
-            transfers=(PageAnswer(2, b"12"), PageAnswer(0)),
         ),
-        Verify(1, (), transfers=(PageQuery((bytes(16),), wants_data=True), PageData((), b""))),
-        Verify(2, (), transfers=(PageData((bytes(16), bytes(range(16))), b"1234"),)),
         Chunks(
             (
                 Chunk(
@@ -460,7 +439,7 @@ def head(
     own: object = None,
     rows: tuple[object, ...],
 ) -> bytes:
-    own = (bytes(40), (), NO_HIDDEN, b"") if own is None else own
+    own = (bytes(40), (), NO_HIDDEN) if own is None else own
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
@@ -495,10 +474,10 @@ GOOD_ROW = (bytes(25), None, None, None)
         [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
         [head(kind="Failure", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
         [head(own=(), rows=(GOOD_ROW,))],
-        [head(own=("x" * 40, (), NO_HIDDEN, b""), rows=(GOOD_ROW,))],
-        [head(own=(bytes(40), ((bytes(16), "verify"),), NO_HIDDEN, b""), rows=(GOOD_ROW,))],
+        [head(own=("x" * 40, (), NO_HIDDEN), rows=(GOOD_ROW,))],
+        [head(own=(bytes(40), ((bytes(16), "verify"),), NO_HIDDEN), rows=(GOOD_ROW,))],
         *(
-            [head(own=(bytes(40), (), hidden, b""), rows=(GOOD_ROW,)), b"", *states]
+            [head(own=(bytes(40), (), hidden), rows=(GOOD_ROW,)), b"", *states]
             for hidden, *states in (
                 (NO_HIDDEN, bytes(6)),
                 ((HIDDEN_OF_6_BYTES, "bfloat16"), bytes(5)),
@@ -531,18 +510,6 @@ GOOD_ROW = (bytes(25), None, None, None)
             head(rows=(GOOD_ROW,))[: -len(msgpack.packb(GOOD_ROW))] + b"\xc7\x00\xff"
         ],  # a timestamp without its bytes
         [head(rows=(tuple(range(17)),))],
-        [head(own=(bytes(40), (), NO_HIDDEN, bytes(8)), rows=(GOOD_ROW,))],
-        [head(kind="Verify", num_items=0, own=(bytes(8), b"", (bytes(23), b"")), rows=())],
-        [head(kind="Verify", num_items=0, own=(bytes(8), b"", (b"", bytes(16))), rows=())],
-        [head(kind="Verify", num_items=0, own=(bytes(8), b"", (b"", "")), rows=())],
-        [
-            head(
-                kind="Verify",
-                num_items=0,
-                own=(bytes(8), b"", (struct.pack("<QQQ", 1, 2**60, 0), bytes(16))),
-                rows=(),
-            )
-        ],
     ],
 )
 def test_malformed_frames_are_refused(frames: list[bytes]) -> None:

@@ -28,10 +28,8 @@ from specserve.cluster.transport.endpoint import (
     open_socket,
 )
 from specserve.errors import BadFrame, VersionMismatch, WorkerLost
-from specserve.learning_progress import LearningProgress
 from specserve.wire.messages import (
     Failure,
-    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -206,8 +204,6 @@ class Client:
         self._address, self._is_running = address, is_running
         # Called with proposals that the worker sends between two answers.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
-        # Called with what the worker says of a draft that learns.
-        self.on_learning: Callable[[LearningProgress], None] | None = None
         # Called when the worker is found stopped or gone, or to run another release, during a call
         # or between calls.
         self.on_silence: Callable[[WorkerLost], None] | None = None
@@ -363,8 +359,6 @@ class Client:
                 continue
             if isinstance(message, PreparedProposals) and self.on_prepared is not None:
                 self.on_prepared(message)
-            if isinstance(message, LearningReport) and self.on_learning is not None:
-                self.on_learning(message.progress)
             if isinstance(message, Answer):
                 self._on_answer(message)
 

@@ -1,4 +1,4 @@
-"""Read the embedding or the vocabulary head of a checkpoint, and nothing else of it."""
+"""Read the input embedding of a checkpoint, and nothing else of it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,3 @@ def load_embedding(directory: Path, *, dtype: torch.dtype) -> Tensor:  # [vocab,
         if f"{owner}.weight" not in weights:
             raise ModelError(f"{directory} has no tensor {owner}.weight")
         return weights.read(f"{owner}.weight")
-
-
-def load_vocabulary_head(directory: Path, *, dtype: torch.dtype) -> Tensor:  # [vocab, hidden]
-    """Return the vocabulary head of a checkpoint, which may be its embedding."""
-    with quiet_library(), library_errors(directory):
-        module = empty_module(read_config(directory), dtype=dtype, attention="eager")
-        head = module.get_output_embeddings()
-        owner = next((name for name, part in module.named_modules() if part is head), "")
-        weights = Weights(directory, prefix=base_model_name(module), dtype=dtype)
-        if f"{owner}.weight" in weights:
-            return weights.read(f"{owner}.weight")
-    return load_embedding(directory, dtype=dtype)

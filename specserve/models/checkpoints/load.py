@@ -331,19 +331,6 @@ def check_can_round(directory: Path, config: Any) -> None:
         raise UnsupportedModel(f"{directory} is an encoder-decoder; only decoders can be quantized")
 
 
-def check_can_train(directory: Path, config: Any) -> None:
-    """Raise UnsupportedModel for a draft that `draft.learn` cannot train."""
-    if read_format(directory) is not None:
-        raise UnsupportedModel(
-            f"draft.learn trains whole weights, and {directory} is quantized "
-            f"({method_of(directory)}); name the checkpoint that it was made from"
-        )
-    if is_encoder_decoder(config):
-        raise UnsupportedModel(
-            f"draft.learn trains decoders, and {directory} is an encoder-decoder; leave it out"
-        )
-
-
 def num_held_bytes(
     directory: Path,
     dtype: torch.dtype,

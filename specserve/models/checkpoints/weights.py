@@ -256,21 +256,6 @@ def num_weight_bytes(directory: Path, dtype: torch.dtype, *, keeps_codes: bool =
     return widened - (num_saved_bytes(stored, layout, dtype) if keeps_codes else 0)
 
 
-def num_training_bytes(directory: Path, dtype: torch.dtype) -> int:
-    """Return the bytes that training a copy of a model takes beside it, and swapping its weights.
-
-    In fp32: the copy, its gradients, two moments of each, and the weights that are served, were
-    served before and are to be served next; in the model's dtype the networks of the latter two.
-    """
-    return 7 * num_weight_bytes(directory, torch.float32) + 2 * num_weight_bytes(directory, dtype)
-
-
-def num_head_training_bytes(directory: Path, dtype: torch.dtype) -> int:
-    """Return the same for a head, all of whose files are its weights."""
-    numbers = num_numbers(StoredTensors(sorted(directory.glob("*.safetensors"))), None)[1]
-    return numbers * (7 * torch.float32.itemsize + 2 * dtype.itemsize)
-
-
 def num_stored_parameters(directory: Path) -> int:
     """Return how many numbers all tensors have."""
     return StoredSize.of_files(directory).numbers

@@ -9,7 +9,6 @@ and `mask_hidden`, three states that its mask rows read in place of the target's
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -109,8 +108,7 @@ class EagleWeights:
     def __init__(self, directory: Path, info: EagleInfo) -> None:
         self.directory, self.info = directory, info
         stored = StoredTensors(weight_files(directory))
-        self._stored, self._names = stored, {canonical_name(name): name for name in stored.names()}
-        self._replaced: Mapping[str, Tensor] = {}
+        self._stored, self._names = stored, {_canonical(name): name for name in stored.names()}
         if MASK_HIDDEN in self and info.mask_token is None:
             raise _no_mask_token(directory)
         self._check_shapes()
@@ -128,14 +126,7 @@ class EagleWeights:
         return self._stored.shape(self._names[name])
 
     def read(self, name: str) -> Tensor:
-        replaced = self._replaced.get(name)
-        return self._stored.read(self._names[name]) if replaced is None else replaced
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> EagleWeights:
-        """Return the weights with these tensors, by their names in either kind of file."""
-        other = copy.copy(self)
-        other._replaced = {canonical_name(name): tensor for name, tensor in tensors.items()}
-        return other
+        return self._stored.read(self._names[name])
 
     def target_ids(self) -> Tensor | None:  # [draft vocabulary]
         """Return the target's id of each token that the head knows; None: it knows all."""
@@ -230,20 +221,6 @@ def require_eagle_for(target: Path, directory: Path) -> EagleInfo:
             "`specserve eagle` trains one for this one"
         )
     return info
-
-
-def require_trainable(directory: Path, info: EagleInfo) -> None:
-    """Raise UnsupportedModel for a head that `draft.learn` cannot train."""
-    for applies, reason in (
-        (info.mask_token is not None, "is a P-EAGLE head"),
-        (info.num_layers > 1, f"has {info.num_layers}"),
-    ):
-        if applies:
-            raise UnsupportedModel(
-                "draft.learn trains EAGLE-3 heads of one layer that draft token by token, and "
-                f"{directory} {reason}; leave draft.learn out",
-                param="draft.learn",
-            )
 
 
 def _require_supported(
@@ -341,8 +318,7 @@ def _tapped_layers(keys: Mapping[str, Any], *, speculators: bool) -> tuple[int, 
     return tuple(int(layer) + 1 for layer in outputs) if outputs else None
 
 
-def canonical_name(name: str) -> str:
-    """Return the name of a tensor in the files of `speculators`."""
+def _canonical(name: str) -> str:
     name = name.removeprefix("model.")
     return LAYER_NAMES[1] + name[len(LAYER_NAMES[0]) :] if name.startswith(LAYER_NAMES[0]) else name
 

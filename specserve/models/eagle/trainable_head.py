@@ -5,7 +5,7 @@ Knows no KV cache and no target.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.models.checkpoints.load import llama_rotary
-from specserve.models.eagle.checkpoint import (
-    LAYER_NAMES,
-    NUM_TAPS,
-    EagleWeights,
-    canonical_name,
-)
+from specserve.models.eagle.checkpoint import NUM_TAPS
 
 DEPTHS = 4
 """Draft tokens that the training unrolls: the first from the target's states, the others from the
@@ -39,19 +34,8 @@ class Norm(nn.Module):
 class EagleModule(nn.Module):
     """A head with the names of its files, for training: whole windows, several depths at once."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        target_hidden: int,
-        draft_vocab: int,
-        biases: Collection[str] = (),  # of the layer's products that have one
-        has_qk_norms: bool = False,
-        norm_before_residual: bool = False,
-        norm_before_fc: bool = False,
-    ) -> None:
+    def __init__(self, config: Any, *, target_hidden: int, draft_vocab: int) -> None:
         super().__init__()
-        self._norm_before_residual = norm_before_residual
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.heads, self.kv_heads, self.dim = (
             config.num_attention_heads,
@@ -59,25 +43,25 @@ class EagleModule(nn.Module):
             config.head_dim,
         )
 
-        def linear(rows: int, columns: int, name: str = "") -> nn.Linear:
-            return nn.Linear(columns, rows, bias=name in biases)
+        def linear(rows: int, columns: int) -> nn.Linear:
+            return nn.Linear(columns, rows, bias=False)
 
         self.fc = linear(hidden, NUM_TAPS * target_hidden)
         self.midlayer = nn.ModuleDict(
             {
                 "self_attn": nn.ModuleDict(
                     {
-                        "q_proj": linear(self.heads * self.dim, 2 * hidden, "q_proj"),
-                        "k_proj": linear(self.kv_heads * self.dim, 2 * hidden, "k_proj"),
-                        "v_proj": linear(self.kv_heads * self.dim, 2 * hidden, "v_proj"),
-                        "o_proj": linear(hidden, self.heads * self.dim, "o_proj"),
+                        "q_proj": linear(self.heads * self.dim, 2 * hidden),
+                        "k_proj": linear(self.kv_heads * self.dim, 2 * hidden),
+                        "v_proj": linear(self.kv_heads * self.dim, 2 * hidden),
+                        "o_proj": linear(hidden, self.heads * self.dim),
                     }
                 ),
                 "mlp": nn.ModuleDict(
                     {
-                        "gate_proj": linear(inner, hidden, "gate_proj"),
-                        "up_proj": linear(inner, hidden, "up_proj"),
-                        "down_proj": linear(hidden, inner, "down_proj"),
+                        "gate_proj": linear(inner, hidden),
+                        "up_proj": linear(inner, hidden),
+                        "down_proj": linear(hidden, inner),
                     }
                 ),
                 "hidden_norm": Norm(hidden, eps),
@@ -87,43 +71,10 @@ class EagleModule(nn.Module):
         )
         self.norm = Norm(hidden, eps)
         self.lm_head = linear(draft_vocab, hidden)
-        if has_qk_norms:
-            attention: Any = self.midlayer["self_attn"]
-            attention["q_norm"], attention["k_norm"] = Norm(self.dim, eps), Norm(self.dim, eps)
-        self.input_norm = Norm(NUM_TAPS * target_hidden, eps) if norm_before_fc else None
         self.rotary = llama_rotary(config)
 
-    @classmethod
-    def from_weights(cls, weights: EagleWeights) -> EagleModule:
-        """Return the head of these files in fp32, with what its variant has besides."""
-        info, attention = weights.info, f"{LAYER_NAMES[1]}self_attn"
-        owners = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), attention)
-        owners |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), f"{LAYER_NAMES[1]}mlp")
-        head = cls(
-            info.layer,
-            target_hidden=info.target_hidden_size,
-            draft_vocab=weights.draft_vocab_size,
-            biases=[name for name, owner in owners.items() if f"{owner}.{name}.bias" in weights],
-            has_qk_norms=f"{attention}.q_norm.weight" in weights,
-            norm_before_residual=info.norm_before_residual,
-            norm_before_fc=info.norm_before_fc,
-        )
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                parameter.copy_(weights.read(canonical_name(name)).float())
-        return head
-
-    def forward(
-        self, taps: Tensor, tokens: Tensor, first: int = 0
-    ) -> Tensor:  # [depths, rows, draft vocabulary]
-        """Return log q of all depths behind the rows from `first` on, as `unroll` does."""
-        depths = len(tokens) - len(taps)
-        return torch.stack(list(self.unroll(taps, tokens, depths, first=first)))
-
-    def unroll(
-        self, taps: Tensor, tokens: Tensor, depths: int, *, first: int = 0
-    ) -> Iterator[Tensor]:
-        """Yield log q [rows, draft vocabulary] of each depth, of the rows from `first` on.
+    def unroll(self, taps: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
+        """Yield log q [rows, draft vocabulary] of each depth.
 
         `taps` [rows, 3 * target hidden] are the target's states behind the first tokens, and
         `tokens` [rows + depths, hidden] the embeddings of all tokens behind the first. Row i at
@@ -131,36 +82,35 @@ class EagleModule(nn.Module):
         earlier depths of its own.
         """
         layer: Any = self.midlayer
-        states = self.fc(taps if self.input_norm is None else self.input_norm(taps))
-        rows = len(taps)
+        states, rows = self.fc(taps), len(taps)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for depth in range(depths):
-            normed = layer["hidden_norm"](states)
             both = torch.cat(
-                [layer["input_layernorm"](tokens[depth : depth + rows]), normed], dim=-1
+                [
+                    layer["input_layernorm"](tokens[depth : depth + rows]),
+                    layer["hidden_norm"](states),
+                ],
+                dim=-1,
             )
             q, k, v = self._project(both, depth)
             keys.append(k)
             values.append(v)
-            residual = normed if self._norm_before_residual else states
-            x = residual + layer["self_attn"]["o_proj"](_attend(q, keys, values))
+            x = states + layer["self_attn"]["o_proj"](_attend(q, keys, values))
             normed, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
             states = x + mlp["down_proj"](F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
-            yield self.lm_head(self.norm(states[first:])).log_softmax(-1)
+            yield self.lm_head(self.norm(states)).log_softmax(-1)
 
     def _project(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v as [heads, rows, dim], keys and values once for each query head."""
         attention: Any = self.midlayer["self_attn"]
-        q = attention["q_proj"](x).view(-1, self.heads, self.dim)
-        k = attention["k_proj"](x).view(-1, self.kv_heads, self.dim)
-        v = attention["v_proj"](x).view(-1, self.kv_heads, self.dim)
-        if "q_norm" in attention:
-            q, k = attention["q_norm"](q), attention["k_norm"](k)
-        q = q.transpose(0, 1)
+        q = attention["q_proj"](x).view(-1, self.heads, self.dim).transpose(0, 1)
         k, v = (
-            part.transpose(0, 1).repeat_interleave(self.heads // self.kv_heads, 0)
-            for part in (k, v)
+            attention[name](x)
+            .view(-1, self.kv_heads, self.dim)
+            .transpose(0, 1)
+            .repeat_interleave(self.heads // self.kv_heads, 0)
+            for name in ("k_proj", "v_proj")
         )
         cos, sin = self.rotary(x, torch.arange(len(x), device=x.device)[None] + depth)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v

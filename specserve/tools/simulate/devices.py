@@ -32,18 +32,10 @@ class SimulatedTarget:
     """
 
     def __init__(
-        self,
-        model: AcceptanceModel,
-        pass_time: PassTime,
-        *,
-        link_s: float,
-        host: HostConfig,
-        prompts_are_computed: bool = False,
+        self, model: AcceptanceModel, pass_time: PassTime, *, link_s: float, host: HostConfig
     ) -> None:
         self._model, self._pass_time, self._host = model, pass_time, host
-        self._prompts_are_computed = prompts_are_computed
         self._known: dict[int, int] = {}  # tokens of each text that the last verdicts left
-        self._decoding: set[int] = set()  # texts past their prompts, where those are computed
         self.link_s = link_s
         self.free_at = 0.0
         self.busy = 0.0  # total seconds of its own passes
@@ -62,30 +54,19 @@ class SimulatedTarget:
         self._model.release(seq_ids)
         for seq_id in seq_ids:
             self._known.pop(seq_id, None)
-            self._decoding.discard(seq_id)
 
     def num_known(self, seq_id: int) -> int:
         """Return how many tokens of a text the target's worker knows after its last pass."""
         return self._known.get(seq_id, 0)
 
     def _work(self, steps: Sequence[VerifyStep]) -> float:
-        rows = sum(self._num_rows(step) for step in steps)
+        rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
         seconds = self._pass_time.seconds(
             rows, len(steps), rows + sum(step.start for step in steps)
         )
         self._known.update((step.seq_id, step.stop) for step in steps if not step.needs_verdict)
         self.busy += seconds
         return seconds
-
-    def _num_rows(self, step: VerifyStep) -> int:
-        """Return the rows of a pass that a step takes."""
-        is_known = self._prompts_are_computed and step.seq_id not in self._decoding
-        if not is_known:
-            return len(step.tokens) + len(step.drafts)
-        if not step.needs_verdict:
-            return 0
-        self._decoding.add(step.seq_id)
-        return 1 + len(step.drafts)
 
     def _verify(self, step: VerifyStep) -> Verdict:
         accepted, token = self._model.verify(step.seq_id, step.stop, step.drafts)

@@ -51,7 +51,6 @@ class SimulatedReplica:
             scenario.target.pass_time,
             link_s=scenario.target.link_s,
             host=scenario.host,
-            prompts_are_computed=scenario.prompts_are_computed,
         )
         self.drafter = (
             None

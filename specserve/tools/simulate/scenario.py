@@ -58,8 +58,6 @@ class Scenario:
     context: int = 32768  # used if the config has no limits.max_context
     # Numbers of replicas for each second of the load, in place of the autoscaler's; None: its own.
     schedule: tuple[int, ...] | None = None
-    # Prompts come with their pages, computed elsewhere: all but their last tokens take no time.
-    prompts_are_computed: bool = False
     # Seconds between which a `PeriodResult` is measured; the replicas are fixed then.
     period: tuple[float, float] | None = None
     startup_s: float = 0.0  # of replicas that are added later; the first ones are ready at once

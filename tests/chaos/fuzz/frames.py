@@ -11,8 +11,6 @@ import numpy as np
 
 from specserve.errors import BadFrame
 from specserve.hidden_states import HiddenStates
-from specserve.learning_progress import LearningProgress
-from specserve.page_transfers import PageAnswer, PageData, PageQuery
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -35,7 +33,6 @@ from specserve.types import (
 from specserve.wire.messages import (
     Chunks,
     Failure,
-    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -95,7 +92,6 @@ def messages() -> list[Message]:
             1,
             (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True, gamma=2, scoring=scoring),),
             (6,),
-            (PageQuery((bytes(16),)), PageData((bytes(16), bytes(range(16))), rng.bytes(24))),
         ),
         Verdicts(
             1,
@@ -106,10 +102,8 @@ def messages() -> list[Message]:
             5,
             (Span("verify", 0.1, 0.2),),
             hidden,
-            (PageAnswer(1), PageAnswer(2, rng.bytes(24))),
         ),
         Failure(1, "OutOfPages", "no room"),
-        LearningReport(LearningProgress(3, 2, 1, 0.5, None)),
         Chunks(
             (
                 Chunk(
@@ -167,7 +161,6 @@ def _invent(rng: random.Random, frame: bytes) -> bytes:
             "Verify",
             "Verdicts",
             "Failure",
-            "LearningReport",
             "Chunks",
             "Stop",
             "Gossip",

@@ -126,21 +126,6 @@ def test_plain_decoding_writes_a_token_a_pass() -> None:
     assert result.time_per_token.p50 == pytest.approx(VERIFY)
 
 
-def test_the_rows_of_a_prompt_that_was_computed_elsewhere_take_no_time() -> None:
-    base = replace(
-        scenario(Mode.PLAIN, 0),
-        target=DeviceGroup(LinearPassTime(per_row=1e-3)),
-        arrivals=(Arrival(0.0, 500, 10),),
-    )
-    whole, received = simulate(base), simulate(replace(base, prompts_are_computed=True))
-    assert whole.tokens == received.tokens == 10
-    assert whole.time_to_first is not None
-    assert received.time_to_first is not None
-    assert whole.time_to_first.p50 == pytest.approx(0.5)
-    assert received.time_to_first.p50 == pytest.approx(0.001)
-    assert received.seconds == pytest.approx(0.01), "one row for each of its tokens"
-
-
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 2), (0.75, 4), (0.9, 7)])
 def test_lockstep_is_theorem_3_8(alpha: float, gamma: int) -> None:
     result = simulate(
