@@ -136,11 +136,12 @@ def _busy_share(llm: LLM, prompts: Sequence[Sequence[int]], cell: Cell) -> float
         for event in record.events() or ()
         if event.device_type == DeviceType.CUDA
     )
-    busy, stop = 0.0, ranges[0][0]
+    start, busy = float(ranges[0][0]), 0.0
+    stop = start
     for first, last in ranges:
         busy += max(0.0, last - max(first, stop))
-        stop = max(stop, last)
-    return busy / (stop - ranges[0][0])
+        stop = max(stop, float(last))
+    return busy / (stop - start)
 
 
 def decode_plainly(scale: Scale) -> Results:

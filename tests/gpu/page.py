@@ -7,6 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
+MODELS = """The models of `decode` have the shapes of Llama 3.1 8B and of a 1B with heads of 128,
+and compute what the demo pair computes (`tests/gpu/true_shapes.py`): 128 tokens of a prompt, 256 of
+text, greedy unless T is named, the median of three runs and the range. Texts of drafts differ from
+those without by near ties, which other kernels decide otherwise. Other steps have random weights
+unless a section says otherwise."""
+
 
 def write_page(results: Path, steps: Sequence[str], out: Path) -> None:
     """Write a page of the results of these steps; a step that was not run is said to be missing."""
@@ -16,11 +22,7 @@ def write_page(results: Path, steps: Sequence[str], out: Path) -> None:
 def _lines(results: Path, steps: Sequence[str]) -> Iterator[str]:
     yield "# On a GPU"
     yield ""
-    yield f"{date.today()}; `make gpu`. The models of `decode` have the shapes of Llama 3.1 8B and of a 1B"
-    yield "model with heads of 128, and compute what the demo pair computes (`tests/gpu/true_shapes.py`):"
-    yield "128 tokens of a prompt, 256 of text, greedy unless T is named, median of three runs (and all)."
-    yield "Texts of drafts differ from those without by near ties, which other kernels decide otherwise."
-    yield "Other steps have random weights unless a section says otherwise."
+    yield f"{date.today()}; `make gpu`. {MODELS}"
     for step in steps:
         file = results / f"{step}.json"
         yield ""

@@ -49,7 +49,7 @@ def write_shape(source: Path, shape: Shape, out: Path, device: torch.device) -> 
     small = {name: tensor.to(device).float() for name, tensor in small.items()}
     writer = _Writer(small, config, shape, device)
     out.mkdir(parents=True, exist_ok=True)
-    files = {}
+    files: dict[str, str] = {}
     for number, tensors in enumerate(writer.parts()):
         name = f"model-{number:05d}.safetensors"
         save_file({key: one.cpu().contiguous() for key, one in tensors.items()}, out / name)

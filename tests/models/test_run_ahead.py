@@ -1,4 +1,4 @@
-"""Passes that run ahead give the verdicts of those that wait, whoever comes, ends or drafts."""
+"""Passes that run ahead give the verdicts of those that wait: for joins, ends, drafts, restarts."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_sequence_that_ends_is_not_run_past_its_context(checkpoint: Path) -> Non
             text.commit(*model.verify([text.step()]))
 
 
-def test_room_of_a_pass_that_nobody_takes_is_free_again(checkpoint: Path) -> None:
+def test_room_of_a_pass_that_is_not_continued_is_free_again(checkpoint: Path) -> None:
     with emulated_cards():
         runner = open_runner(checkpoint, pages=4)
         model = target(runner, runs_ahead=True)
