@@ -43,6 +43,8 @@ class LinearKernel(Protocol):
 
     name: str
 
+    def __hash__(self) -> int: ...
+
     def pack(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] in the order in which `product` reads it."""
         ...
