@@ -30,6 +30,7 @@ from specserve.cluster.placement import (
     has_room,
     pool_bundles,
     prefill_deployments,
+    with_drafts_that_fit,
 )
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
@@ -81,9 +82,12 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     methods of Engine.
     """
     config = _with_shared_weights(config)
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    parts = engine_deployments(config)
-    wanted = {name: bundles(part, has_gpus=has_gpus) for name, part in parts.items()}
+    num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
+    parts, has_gpus = engine_deployments(config), num_gpus > 0
+    fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+    wanted = {
+        name: bundles(part, has_gpus=has_gpus) for name, part in engine_deployments(fitted).items()
+    }
     surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
     labels = {part.model: part.model if has_several else "" for part in config.each_model}
@@ -100,7 +104,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             if part.replicas.prefill
         },
         min_gateways=config.replicas.min_gateways,
-        watch=PlacementWatch(config),
+        watch=PlacementWatch(fitted),
     )
     pools = {
         name: _pool(sharers, board, has_gpus=has_gpus)

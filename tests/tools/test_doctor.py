@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,8 @@ def test_what_ray_says_becomes_findings() -> None:
         == "2.60.0; `specserve serve` joins the Ray cluster at 10.0.0.1:6379 (2 CPUs, 0 GPUs)"
     )
     assert {finding.grade for finding in [*cluster.ray(WELL), *cluster.proxy(WELL)]} == {Grade.OK}
+    *_, place = cluster.ray(replace(WELL, moves_draft=True))
+    assert place.found.endswith("means together, as the cluster has no GPU for a draft apart")
 
 
 def test_a_check_that_fails_is_a_finding_and_not_a_traceback() -> None:
