@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 from specserve import errors
 from specserve.errors import SpecserveError
+from specserve.processor import cap_onednn
 from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
     from specserve.llm import LLM, Output
     from specserve.ray_llm import open_ray_llm
+
+cap_onednn()  # in every process that computes: all import this before their first product
 
 __version__ = "0.2.0"
 __all__ = [

@@ -20,6 +20,7 @@ from typing import IO
 
 from benchmarks.peers.completions import CompletionsClient, free_port
 from benchmarks.peers.turn import TurnRequest
+from specserve.processor import uncapped_environment
 
 START_S, END_S, POLL_S = 400.0, 20.0, 0.1
 WARMING_TOKENS = 8
@@ -45,7 +46,7 @@ class PeerServer:
             stdout=self._log,
             stderr=self._log,
             # its own packages, not those of this repository
-            env={**os.environ, "PYTHONPATH": "", **command.environment},
+            env={**uncapped_environment(), "PYTHONPATH": "", **command.environment},
             cwd=tempfile.gettempdir(),
             start_new_session=True,
         )

@@ -106,7 +106,8 @@ MEANINGS: Mapping[str, str] = {
     "on GPUs it is `flashinfer` where it is installed and right, else `sdpa`.",
     "target.label_selector": "Labels that a node must have for Ray to place ranks there.",
     "draft.placement": "`together`: in the target's process, on its device; `apart`: on one "
-    "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere "
+    "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere, "
+    "or `together` where the cluster has no GPU for the draft "
     "([how](../design/drafters.md#apart-or-together)).",
     "draft.kind": "Drafter ([the kinds](../guides/your-model.md)). The default is `neural` if "
     "there is a path, else `none`.",

@@ -29,6 +29,7 @@ from specserve.cluster.placement import (
     engine_deployments,
     has_room,
     pool_bundles,
+    with_drafts_that_fit,
 )
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
@@ -80,9 +81,12 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     methods of Engine.
     """
     config = _with_shared_weights(config)
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    parts = engine_deployments(config)
-    wanted = {name: bundles(part, has_gpus=has_gpus) for name, part in parts.items()}
+    num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
+    parts, has_gpus = engine_deployments(config), num_gpus > 0
+    fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+    wanted = {
+        name: bundles(part, has_gpus=has_gpus) for name, part in engine_deployments(fitted).items()
+    }
     surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
     board = serve.deployment(
@@ -93,7 +97,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         may_sleep=config.replicas.min == 0,
         models={part.model: part.replicas.min == 0 for part in config.models if has_several},
         min_gateways=config.replicas.min_gateways,
-        watch=PlacementWatch(config),
+        watch=PlacementWatch(fitted),
     )
     pools = {
         name: _pool(sharers, board, has_gpus=has_gpus)

@@ -17,6 +17,7 @@ from specserve.cluster.placement import (
     first_bundles,
     gateway_bundle,
     pool_bundles,
+    with_drafts_that_fit,
 )
 from specserve.cluster.ray_session import (
     HA_PROXY,
@@ -43,6 +44,7 @@ class Checkup:
     proxy_trouble: str  # why it cannot be used
     proxy_ports: Mapping[str, int]  # that the environment sets, by its variables
     uses_proxy: bool = True
+    moves_draft: bool = False  # into the target's process, for want of a GPU for it
 
 
 def check(config: Config, *, num_gpus: int, join: str | None) -> Checkup:
@@ -65,6 +67,8 @@ def check(config: Config, *, num_gpus: int, join: str | None) -> Checkup:
         trouble,
         {name: int(os.environ[name]) for name in PROXY_PORTS if name in os.environ},
         uses_proxy,
+        refusal is None
+        and with_drafts_that_fit(config, num_gpus=resources.get("GPU", 0.0)) != config,
     )
 
 
@@ -94,11 +98,13 @@ def _inspect_joined(config: Config, address: str) -> tuple[bool, Mapping[str, fl
 def _refusal(
     config: Config, nodes: tuple[NodeResources, ...], serve: ServeInstance | None
 ) -> str | None:
-    has_gpus = any(node.total.get("GPU") for node in nodes)
+    num_gpus = sum(node.total.get("GPU", 0.0) for node in nodes)
+    has_gpus = num_gpus > 0
     try:
         if serve is not None:
             serve.require_place(config, replace=False)
-        wanted, replicas = first_bundles(config, has_gpus=has_gpus)
+        fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+        wanted, replicas = first_bundles(fitted, has_gpus=has_gpus)
         check_fits(
             wanted,
             nodes,

@@ -14,6 +14,7 @@ from specserve.cluster.device_failures import DeviceId
 from specserve.cluster.hidden_relay import HiddenRelay
 from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.placement import (
+    FEW_GPUS,
     FIRST_RANK,
     Bundle,
     explain_distance,
@@ -165,7 +166,12 @@ class WorkerGroup:
             return None
         if self._pool_name is not None:
             return f"apart, in the pool {self._pool_name}"
-        return self._config.draft.placement if self.choice is None else self.choice.reason
+        if self.choice is not None:
+            return self.choice.reason
+        placement = self._config.draft.placement
+        # `auto` that was not measured and yet is together: `with_drafts_that_fit`
+        was_moved = placement == TOGETHER and self._draft_config.draft.may_be_apart
+        return f"{placement}, {FEW_GPUS}" if was_moved else placement
 
     @property
     def workers(self) -> tuple[Worker, ...]:

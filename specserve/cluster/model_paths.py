@@ -26,6 +26,7 @@ from specserve.cluster.placement import (
     could_hold,
     gateway_bundle,
     pool_bundles,
+    with_drafts_that_fit,
 )
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.hub_models import is_hub_name
@@ -56,10 +57,10 @@ def require_local_models(config: Config) -> None:
 
     Where no such node is up yet, or none answers, nothing is known and nothing is raised.
     """
-    nodes = cluster_resources().nodes
-    has_gpus = any(node.total.get("GPU") for node in nodes)
-    for part in config.each_model:
-        for model in local_models(part, has_gpus=has_gpus):
+    found = cluster_resources()
+    nodes, fitted = found.nodes, with_drafts_that_fit(config, num_gpus=found.num_gpus)
+    for part in fitted.each_model:
+        for model in local_models(part, has_gpus=found.num_gpus > 0):
             look = partial(_trouble_on, is_checkpoint=model.is_checkpoint)
             require_on_a_node(model, nodes, look)
 

@@ -22,6 +22,10 @@ class ClusterResources:
     nodes: tuple[NodeResources, ...]
     waiting_actors: tuple[Mapping[str, float], ...]
 
+    @property
+    def num_gpus(self) -> float:
+        return sum(node.total.get("GPU", 0.0) for node in self.nodes)
+
     def has_waiting_actor(self, resources: Mapping[str, float]) -> bool:
         return any(dict(waiting) == dict(resources) for waiting in self.waiting_actors)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.model_list import deployment_suffix
 from specserve.config.pool import pool_sharers
-from specserve.config.tree import Config, DraftConfig, TargetConfig
+from specserve.config.tree import Config, DraftConfig, TargetConfig, check_placement
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
@@ -21,6 +21,7 @@ ENGINE = "Engine"
 """Deployment of the engines; that of each of several models has the model's name behind it."""
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 COUNTED = ("GPU", "CPU")
+FEW_GPUS = "as the cluster has no GPU for a draft apart"
 REMEDY = {
     "CPU": "lower target.threads, draft.threads or replicas.min, end what holds them, or add nodes",
     "GPU": "lower target.tensor_parallel, draft.num_gpus or replicas.min, set device: cpu, "
@@ -104,6 +105,39 @@ def engine_deployments(config: Config) -> dict[str, Config]:
     return {f"{ENGINE}-{deployment_suffix(part.model)}": part for part in config.models}
 
 
+def with_drafts_that_fit(config: Config, *, num_gpus: float) -> Config:
+    """Return the config with `together` for `auto` where the cluster has no GPUs for drafts apart.
+
+    It has enough of them for all that starts but for these. Elsewhere the config stays as it is.
+    """
+    fitted = replace(
+        _with_draft_together(config), models=tuple(map(_with_draft_together, config.models))
+    )
+    is_short = fitted != config and _first_gpus(fitted) <= num_gpus < _first_gpus(config)
+    return fitted if is_short else config
+
+
+def _with_draft_together(config: Config) -> Config:
+    """Return the config with its draft together, if that has a GPU and may be on the target's."""
+    draft = replace(config.draft, placement="together")
+    if config.draft.placement != "auto" or not config.draft.may_be_apart:
+        return config
+    try:
+        check_placement(draft, config.target)
+    except ConfigError:
+        return config
+    if _named_gpus(draft, has_gpus=True) != {FIRST_GPU} or not _on_gpu(config.target.device, True):
+        return config
+    return replace(config, draft=draft)
+
+
+def _first_gpus(config: Config) -> float:
+    """Return the GPUs of all that must fit at the start, of a cluster that has some."""
+    wanted, times = first_bundles(config, has_gpus=True)
+    beside = pool_bundles(config, has_gpus=True)
+    return sum(bundle.resources.get("GPU", 0.0) for bundle in (*wanted * times, *beside))
+
+
 def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...], int]:
     """Return the bundles that must fit at the start, and how many times.
 
@@ -149,7 +183,7 @@ def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:
     of_rank = "cpu"
     if wanted[FIRST_RANK].resources.get("GPU"):
         of_rank = target.device if target.device == "auto" else FIRST_GPU
-    if not draft.may_be_apart:
+    if not _has_draft_bundle(config, wanted):
         devices = {
             part.device: of_rank if _on_gpu(part.device, True) else "cpu"
             for part in draft.drafter_configs
@@ -181,8 +215,9 @@ def _with_device(draft: DraftConfig, devices: Mapping[str, str]) -> DraftConfig:
 
 
 def with_draft_placement(config: Config, wanted: Sequence[Bundle]) -> Config:
-    """Return the config with `apart` for `auto` where there is no choice to be measured.
+    """Return the config with what `auto` means where there is no choice to be measured.
 
+    That is together where there is no bundle for the draft (`with_drafts_that_fit`), else apart.
     A draft together with the target takes over the CPUs of its own bundle, so both must be on CPUs
     and, for all that is said of labels, on one node. Several ranks would share one draft's CPUs.
     """
@@ -194,7 +229,12 @@ def with_draft_placement(config: Config, wanted: Sequence[Bundle]) -> Config:
     )
     if draft.placement != "auto" or not draft.may_be_apart or is_choice:
         return config
-    return replace(config, draft=replace(draft, placement="apart"))
+    placement = "apart" if _has_draft_bundle(config, wanted) else "together"
+    return replace(config, draft=replace(draft, placement=placement))
+
+
+def _has_draft_bundle(config: Config, wanted: Sequence[Bundle]) -> bool:
+    return len(wanted) > FIRST_RANK + config.target.tensor_parallel
 
 
 def gateway_bundle(config: Config) -> Bundle:

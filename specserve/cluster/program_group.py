@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.group import WorkerGroup
 from specserve.cluster.node_resources import cluster_resources
-from specserve.cluster.placement import Bundle, bundles
+from specserve.cluster.placement import Bundle, bundles, with_drafts_that_fit
 from specserve.cluster.ray_session import (
     default_resources,
     join_cluster,
@@ -94,10 +94,11 @@ def open_parts_on_ray(
                 join_cluster(join)
                 opening.callback(ray.shutdown)
         require_room(config, gateway=NO_GATEWAY)
-        has_gpus = any(node.total.get("GPU") for node in cluster_resources().nodes)
+        num_gpus = cluster_resources().num_gpus
+        fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
         loop = opening.enter_context(LoopThread())
         report_progress("starting the workers")
-        group = loop.run(WorkerGroup.start(config, bundles(config, has_gpus=has_gpus)))
+        group = loop.run(WorkerGroup.start(config, bundles(fitted, has_gpus=num_gpus > 0)))
         opening.callback(lambda: loop.run(group.close()))
         is_remote = isinstance(group.drafter, RemoteDrafter)
         return EngineParts(

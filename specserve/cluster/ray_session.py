@@ -24,6 +24,7 @@ from specserve.cluster.placement import (
     first_bundles,
     gateway_bundle,
     pool_bundles,
+    with_drafts_that_fit,
 )
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
@@ -134,13 +135,13 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
 
     until = time.monotonic() + RELEASE_S
     while True:
-        nodes = cluster_resources().nodes
-        has_gpus = any(node.total.get("GPU") for node in nodes)
-        wanted, replicas = first_bundles(config, has_gpus=has_gpus)
+        found = cluster_resources()
+        fitted, has_gpus = with_drafts_that_fit(config, num_gpus=found.num_gpus), found.num_gpus > 0
+        wanted, replicas = first_bundles(fitted, has_gpus=has_gpus)
         try:
             check_fits(
                 wanted,
-                nodes,
+                found.nodes,
                 replicas=replicas,
                 gateway=gateway,
                 beside=pool_bundles(config, has_gpus=has_gpus),

@@ -27,7 +27,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.app import engine_options
 from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
-from specserve.cluster.placement import bundles
+from specserve.cluster.placement import bundles, with_drafts_that_fit
 from specserve.cluster.running_engine import RunningEngine
 from specserve.config.tree import Config, config_from_keys, require_no_pool
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
@@ -151,7 +151,9 @@ class SpecserveServer:
         config, service = self._config, LocalService()
         group = get_current_placement_group()
         assert group is not None, "get_deployment_options asks for one"
-        wanted = bundles(config, has_gpus=any("GPU" in bundle for bundle in group.bundle_specs))
+        num_gpus = sum(bundle.get("GPU", 0.0) for bundle in group.bundle_specs)
+        fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+        wanted = bundles(fitted, has_gpus=num_gpus > 0)
         tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
         self._running = await RunningEngine.start(
             config,
@@ -223,8 +225,9 @@ class SpecserveServer:
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
         """Return the options of the replicas: one bundle each for coordinator, ranks and draft."""
         config = config_of(llm_config)
-        has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-        options = engine_options(config, bundles(config, has_gpus=has_gpus))
+        num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
+        fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+        options = engine_options(config, bundles(fitted, has_gpus=num_gpus > 0))
         options.pop("request_router_config", None)  # it reads our gateway's requests
         own = copy.deepcopy(llm_config.deployment_config)
         actor = own.pop("ray_actor_options", {}) | options["ray_actor_options"]

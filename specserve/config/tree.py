@@ -95,7 +95,8 @@ class TargetConfig:
 class DraftConfig:
     """The drafter."""
 
-    # together with the target in its process, or apart; auto: measured on CPUs, apart elsewhere
+    # together with the target in its process, or apart; auto: measured on CPUs, elsewhere apart if
+    # there are devices for it
     placement: str = setting("auto", choice(*PLACEMENTS))
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
     # of a model, of an EAGLE-3 head, or of what `specserve tables` and `specserve heads` made
@@ -550,7 +551,7 @@ def _validate(config: Config) -> Config:
     _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
     _check_quantize(draft)
     _check_page_dtype(config)
-    _check_placement(draft, config.target)
+    check_placement(draft, config.target)
     _check_learn(draft)
     check_pool(draft)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
@@ -668,7 +669,8 @@ def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None
         )
 
 
-def _check_placement(draft: DraftConfig, target: TargetConfig) -> None:
+def check_placement(draft: DraftConfig, target: TargetConfig) -> None:
+    """Raise ConfigError for a draft that cannot live where `draft.placement` says."""
     if draft.placement == "apart" and draft.kind == "heads":
         raise ConfigError(
             "draft.kind heads drafts with the target's own vocabulary head, together with it; "

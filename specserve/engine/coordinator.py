@@ -84,9 +84,7 @@ class Coordinator:
             max_gamma=0 if drafter is None else max_gamma,
             drafts_prompts=drafts_prompts,
         )
-        self.pacer = Pacer(
-            gamma, max_gamma=max_gamma, curve=info.curve, runs_ahead=info.runs_ahead
-        )
+        self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve, runs_ahead=info.runs_ahead)
         self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self.can_resume_elsewhere = False  # True if requests that end with an error may do so

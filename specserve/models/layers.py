@@ -22,16 +22,19 @@ from specserve.models.float8_weight import Float8Weight, float8_of, join_float8
 from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
+from specserve.models.row_invariance import row_invariant_kernel
 
 
 class LinearWeights(Protocol):
     """The memory of linear layers' weights, which they ask for in the order of construction."""
 
     @property
-    def kernel(self) -> LinearKernel: ...
+    def kernel(self) -> LinearKernel:
+        """The kernel of all layers at whose shape it is row-invariant."""
+        ...
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] as the kernel reads it."""
+    def pack(self, weight: Tensor, kernel: LinearKernel) -> Tensor:
+        """Return a weight [out, in] as a layer's kernel reads it."""
         ...
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -49,8 +52,8 @@ class PrivateWeights:
     def kernel(self) -> LinearKernel:
         return linear_kernel(self._kernel)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        packed = self.kernel.pack(weight.detach())
+    def pack(self, weight: Tensor, kernel: LinearKernel) -> Tensor:
+        packed = kernel.pack(weight.detach())
         use_huge_pages(tensor_address(packed), packed.numel() * packed.element_size())
         return packed
 
@@ -92,8 +95,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weights = _linear_weights.get()
-        self.kernel = weights.kernel
-        self.weight = weights.pack(weight)
+        self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
+        self.weight = weights.pack(weight, self.kernel)
         self.bias = None if bias is None else weights.keep(bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,8 +176,8 @@ class PackedGate(nn.Module):
         super().__init__()
         self.out_features, self.in_features = gate.shape
         weights = _linear_weights.get()
-        self.kernel = weights.kernel
-        self.weight = weights.pack(self.kernel.interleave(gate, up))
+        self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
+        self.weight = weights.pack(self.kernel.interleave(gate, up), self.kernel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel.gated_product(x, self.weight, self.out_features)

@@ -9,7 +9,6 @@ import logging
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from specserve.errors import ConfigError
 from specserve.models.coded_weight import ZERO_CODE, CodedWeight, of_one_width
 from specserve.models.shape_buckets import bucket_size
+from specserve.processor import processor_flags
 
 if TYPE_CHECKING:
     from specserve.models.compiled.functions import Function, Functions
@@ -42,6 +42,8 @@ class LinearKernel(Protocol):
     """A way to compute x W^T + b in bf16."""
 
     name: str
+
+    def __hash__(self) -> int: ...
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] in the order in which `product` reads it."""
@@ -273,11 +275,8 @@ def linear_kernel(name: str = "auto") -> LinearKernel:
 @cache
 def missing_for_compiled() -> str | None:
     """Return what the compiled kernel lacks here; None if it is the one to use."""
-    flags = _processor_flags()
-    if "avx512_bf16" not in flags or not multiplies_bf16():
+    if "avx512_bf16" not in processor_flags() or not multiplies_bf16():
         return "a processor that has AVX-512 with bf16"
-    if "amx_bf16" in flags:
-        return "a processor without AMX, which oneDNN uses"
     return None if find_spec("llvmlite") else "llvmlite (pip install 'specserve[cpu]')"
 
 
@@ -294,14 +293,6 @@ def multiplies_bf16() -> bool:
     """Return whether oneDNN has bf16 products here; ONEDNN_MAX_CPU_ISA=AVX2 is as if it had not."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
-
-
-def _processor_flags() -> frozenset[str]:
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return frozenset()
-    lines = path.read_text().splitlines()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @cache

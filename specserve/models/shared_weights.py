@@ -24,6 +24,7 @@ from specserve.models.layers import linear_weights
 from specserve.models.linear_kernels import LinearKernel
 from specserve.models.mapped_file import can_map
 from specserve.models.memory import free_memory, release_freed_memory
+from specserve.processor import CAP_VARIABLES, CPU_INFO
 
 log = logging.getLogger(__name__)
 
@@ -111,14 +112,14 @@ def _identity(path: Path) -> tuple[object, ...]:
 
 def _processor() -> tuple[Any, ...]:
     """Return what oneDNN chooses its layouts by."""
-    described = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    described = CPU_INFO.read_text().partition("\n\n")[0].splitlines()
     return (
         *(
             line
             for line in described
             if line.startswith(("model", "vendor_id", "flags", "CPU", "Features"))
         ),
-        *(os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")),
+        *(os.environ.get(name) for name in CAP_VARIABLES),
     )
 
 

@@ -17,6 +17,7 @@ from specserve.cluster.placement import (
     has_room,
     with_devices,
     with_draft_placement,
+    with_drafts_that_fit,
 )
 from specserve.cluster.ray_session import default_resources
 from specserve.config.tree import config_from_keys
@@ -298,3 +299,67 @@ def test_the_engines_of_all_models_must_fit_together() -> None:
         check_fits(wanted, nodes, replicas=times, gateway=gateway_bundle(config))
     assert set(engine_deployments(config)) == {"Engine-small", "Engine-large"}
     assert default_resources(config, num_gpus=0)["CPU"] >= 12
+
+
+ONE_GPU: dict[str, object] = {"target.device": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_gpus", "placement"),
+    [
+        ({}, 1, "together"),
+        (ONE_GPU, 1, "together"),
+        ({"target.tensor_parallel": 4}, 4, "together"),
+        ({"replicas.min": 2, "replicas.max": 2}, 3, "together"),
+        ({}, 2, "auto"),
+        ({"target.tensor_parallel": 4}, 5, "auto"),
+        ({"target.tensor_parallel": 4}, 3, "auto"),
+        (ONE_GPU, 0, "auto"),
+        ({"draft.placement": "apart"}, 1, "apart"),
+        ({"draft.num_gpus": 0.5}, 1, "auto"),
+        ({"draft.label_selector": {"pool": "small"}}, 1, "auto"),
+        ({"draft.device": "cpu"}, 1, "auto"),
+        ({"target.device": "cpu"}, 0, "auto"),
+        ({"draft.kind": "heads"}, 1, "auto"),
+        ({"draft.kind": "layer_skip", "draft.path": None, "target.tensor_parallel": 2}, 2, "auto"),
+    ],
+)
+def test_auto_is_together_where_the_cluster_has_gpus_for_the_ranks_alone(
+    keys: dict[str, object], num_gpus: float, placement: str
+) -> None:
+    config = config_from_keys(keys)
+    fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+    assert fitted.draft.placement == placement
+    if placement == "together":
+        wanted = bundles(fitted, has_gpus=True)
+        check_fits(
+            wanted * max(1, config.replicas.min),
+            [node(64, gpus=int(num_gpus))],
+            replicas=1,
+            gateway=gateway_bundle(config),
+        )
+        # Engines have the config as it was written, and find no bundle for the draft.
+        assert with_draft_placement(config, wanted).draft.placement == "together"
+        assert (
+            with_devices(config, wanted).draft.device == with_devices(fitted, wanted).draft.device
+        )
+
+
+def test_each_model_s_draft_is_together_where_gpus_do_for_the_targets_alone() -> None:
+    models = [{"name": name, "target": {"device": "cuda"}} for name in ("one", "other")]
+    config = config_from_keys({"models": models})
+    placements = {
+        num_gpus: [
+            part.draft.placement
+            for part in with_drafts_that_fit(config, num_gpus=num_gpus).each_model
+        ]
+        for num_gpus in (1, 2, 4)
+    }
+    assert placements == {1: ["auto"] * 2, 2: ["together"] * 2, 4: ["auto"] * 2}
+
+
+def test_a_draft_that_is_to_be_apart_is_refused_on_one_gpu() -> None:
+    with pytest.raises(
+        ConfigError, match=r"needs 2 GPUs \(target-0 1 \+ draft 1\), the cluster has 1;"
+    ):
+        check({"draft.placement": "apart"}, node(8, gpus=1))

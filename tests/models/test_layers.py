@@ -22,6 +22,7 @@ from specserve.models.layers import (
     take_gate,
 )
 from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.row_invariance import cancelling_products
 
 ROWS = 64
 KERNELS = ["onednn"] + ["compiled"] * (missing_for_compiled() is None)
@@ -32,26 +33,6 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Build layers for each kernel that runs here."""
     with linear_weights(PrivateWeights(request.param)):
         yield request.param
-
-
-def cancelling_products(
-    rows: int, inner: int, outer: int, *, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return x [rows, inner] and weight [outer, inner], bf16, whose products cancel in pairs.
-
-    The pairs are spread over the whole inner dimension. A sum leaves only its rounding, so that
-    summing in another order shows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = (
-        torch.randn(rows, inner, generator=generator)
-        * torch.randint(-6, 6, (rows, inner), generator=generator).exp2()
-    ).bfloat16()
-    weight = torch.randn(outer, inner, generator=generator).bfloat16()
-    one, other = torch.randperm(inner, generator=generator).view(2, -1)
-    x[:, other] = x[:, one]
-    weight[:, other] = -weight[:, one]
-    return x, weight
 
 
 def random_bias(outer: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import Any
 
@@ -32,7 +32,9 @@ SHAPES = [(1, 32, 2), (14, 33, 64), (15, 31, 65), (505, 48, 34), (29, 96, 4098),
 
 
 @pytest.fixture(autouse=True)
-def clear_cache() -> None:
+def clear_cache() -> Iterator[None]:
+    linear_kernels.missing_for_compiled.cache_clear()
+    yield
     linear_kernels.missing_for_compiled.cache_clear()
 
 
@@ -135,14 +137,13 @@ def test_infinite_and_undefined_numbers_stay_what_they_are() -> None:
     ("flags", "found", "missing"),
     [
         ({"avx2"}, True, "a processor that has AVX-512 with bf16"),
-        ({"avx512_bf16", "amx_bf16"}, True, "a processor without AMX"),
         ({"avx512_bf16"}, False, r"llvmlite \(pip install 'specserve\[cpu\]'\)"),
     ],
 )
 def test_a_kernel_that_cannot_run_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], found: bool, missing: str
 ) -> None:
-    monkeypatch.setattr(linear_kernels, "_processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(linear_kernels, "processor_flags", lambda: frozenset(flags))
     monkeypatch.setattr(linear_kernels, "find_spec", lambda name: found or None)
     monkeypatch.setattr(linear_kernels, "multiplies_bf16", lambda: True)
     assert isinstance(linear_kernel("auto"), OneDnnKernel)
@@ -151,10 +152,20 @@ def test_a_kernel_that_cannot_run_is_not_taken(
         linear_kernel("compiled")
 
 
+@pytest.mark.parametrize("flags", [{"avx512_bf16"}, {"avx512_bf16", "amx_bf16", "amx_tile"}])
+def test_a_processor_with_amx_runs_the_compiled_kernel_too(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str]
+) -> None:
+    monkeypatch.setattr(linear_kernels, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(linear_kernels, "find_spec", lambda name: True)
+    monkeypatch.setattr(linear_kernels, "multiplies_bf16", lambda: True)
+    assert missing_for_compiled() is None
+
+
 def test_a_processor_without_bf16_keeps_bf16_weights_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_kernels, "_processor_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(linear_kernels, "processor_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(linear_kernels, "multiplies_bf16", lambda: False)
     linear_kernels._onednn.cache_clear()
     try:

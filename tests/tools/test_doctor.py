@@ -6,11 +6,13 @@ import json
 import shutil
 import socket
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from specserve import processor
 from specserve.api.tokenizer import Tokenizer
 from specserve.cli import main as cli
 from specserve.cluster.checkup import Checkup
@@ -123,7 +125,26 @@ def test_linear_layers_say_what_would_make_them_faster() -> None:
     assert only(machine.linear_layers(None), Grade.OK).found == "compiled for this processor"
     missing = "llvmlite (pip install 'specserve[cpu]')"
     assert "specserve[cpu]" in only(machine.linear_layers(missing), Grade.WARN).remedy
-    assert "AMX" in only(machine.linear_layers("a processor without AMX"), Grade.OK).found
+    missing = "a processor that has AVX-512 with bf16"
+    assert missing in only(machine.linear_layers(missing), Grade.OK).found
+
+
+@pytest.mark.parametrize(
+    ("flags", "value", "grade"),
+    [
+        ({"avx512_bf16"}, "ALL", None),
+        ({"avx512_bf16", "amx_bf16"}, "AVX512_CORE_BF16", Grade.OK),
+        ({"avx512_bf16", "amx_bf16"}, "ALL", Grade.WARN),
+    ],
+)
+def test_amx_is_named_with_what_keeps_onednn_from_it_or_does_not(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], value: str, grade: Grade | None
+) -> None:
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", value)
+    findings = list(machine.onednn())
+    assert [finding.grade for finding in findings] == [grade] * (grade is not None)
+    assert all(f"ONEDNN_MAX_CPU_ISA={value}" in finding.found for finding in findings)
 
 
 def test_a_full_disk_is_warned_of_even_where_the_folder_is_not_made_yet(
@@ -336,6 +357,8 @@ def test_what_ray_says_becomes_findings() -> None:
         == "2.60.0; `specserve serve` joins the Ray cluster at 10.0.0.1:6379 (2 CPUs, 0 GPUs)"
     )
     assert {finding.grade for finding in [*cluster.ray(WELL), *cluster.proxy(WELL)]} == {Grade.OK}
+    *_, place = cluster.ray(replace(WELL, moves_draft=True))
+    assert place.found.endswith("means together, as the cluster has no GPU for a draft apart")
 
 
 def test_a_check_that_fails_is_a_finding_and_not_a_traceback() -> None:

@@ -486,3 +486,13 @@ def test_the_devices_of_a_plan_include_those_of_a_pool_once() -> None:
     assert (engines.cpus, engines.max_replicas) == (2.0, 4), "coordinator and rank"
     assert (pool.name, pool.cpus) == ("draft pool shared", 3.0)
     assert (pool.min_replicas, pool.max_replicas) == (2, 3)
+
+
+@pytest.mark.parametrize(("gpus", "placed"), [("1xH100", True), ("2xH100", False)])
+def test_a_plan_says_that_a_draft_finds_no_gpu_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: str, placed: bool
+) -> None:
+    config, file = tmp_path / "config.yaml", tmp_path / "plan.json"
+    config.write_text("model: demo\n")
+    assert main(["plan", "--config", str(config), "--gpus", gpus, "--json", str(file)]) == 0
+    assert ("auto means together, as the cluster has no GPU" in capsys.readouterr().out) == placed

@@ -60,8 +60,8 @@ class PackedWriter:
         self._state: dict[str, StoredTensor] = {}
         self._plain: dict[bytes, StoredTensor] = {}  # by hash: tied tensors are written once
 
-    def pack(self, weight: Tensor) -> Tensor:
-        packed, shape = self.kernel.pack(weight.detach()), tuple(weight.shape)
+    def pack(self, weight: Tensor, kernel: LinearKernel) -> Tensor:
+        packed, shape = kernel.pack(weight.detach()), tuple(weight.shape)
         if packed.layout == torch.strided:
             stored = replace(self._write(packed, shape), stored_shape=tuple(packed.shape))
         else:
@@ -131,7 +131,7 @@ class PackedCheckpoint:
                 tensors[stored] = self._tensor(stored)
             set_tensor(module, name, tensors[stored])
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, kernel: LinearKernel) -> Tensor:
         return self._next(weight)
 
     def keep(self, tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specserve.cluster.checkup import Checkup
+from specserve.cluster.placement import FEW_GPUS
 from specserve.tools.doctor.findings import Finding, bad, ok
 
 
@@ -23,7 +24,8 @@ def ray(found: Checkup) -> Iterator[Finding]:
         remedy = "change what the sentence names, or take a Ray of its own (--own-ray)"
         yield bad("ray, place", found.refusal, remedy)
     else:
-        yield ok("ray, place", "the config finds a place")
+        moved = f"; draft.placement auto means together, {FEW_GPUS}" if found.moves_draft else ""
+        yield ok("ray, place", f"the config finds a place{moved}")
 
 
 def proxy(found: Checkup) -> Iterator[Finding]:

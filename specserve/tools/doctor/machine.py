@@ -22,6 +22,14 @@ from specserve.models.flashinfer_attention import FlashInferUnusable, find_flash
 from specserve.models.float8_kernels import float8_fault
 from specserve.models.linear_kernels import missing_for_compiled, multiplies_bf16
 from specserve.models.memory import free_memory
+from specserve.processor import (
+    CAP,
+    CAP_VARIABLES,
+    has_amx,
+    limit_of_onednn,
+    processor_flags,
+    uses_amx,
+)
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 
 MIN_PYTHON = (3, 11)
@@ -31,7 +39,6 @@ MIN_SHARED_BYTES = 2**30
 MIN_DISK_BYTES = 2 * 2**30
 SHARED_MEMORY = Path("/dev/shm")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-CPU_INFO = Path("/proc/cpuinfo")
 DEMO_FILES = (
     "target/model.safetensors",
     "target/tokenizer.json",
@@ -116,13 +123,18 @@ def linear_layers(missing: str | None) -> Iterator[Finding]:
         yield ok("linear layers", f"oneDNN; compiled ones need {missing}")
 
 
-def flags(file: Path = CPU_INFO) -> frozenset[str]:
-    """Return the processor's flags, if the system lists them."""
-    if not file.is_file():
-        return frozenset()
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return frozenset(
-        next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split()
+def onednn() -> Iterator[Finding]:
+    """Say whether oneDNN does without AMX, where the processor has it."""
+    if not has_amx():
+        return
+    limit = "=".join(limit_of_onednn() or ("no limit",))
+    if not uses_amx():
+        yield ok("oneDNN", f"does without this processor's AMX, by {limit}")
+        return
+    yield warn(
+        "oneDNN",
+        f"uses AMX, as {limit} allows: texts in bf16 may depend on what else is served",
+        f"unset {' and '.join(CAP_VARIABLES)}, or set {CAP_VARIABLES[0]}={CAP}",
     )
 
 
@@ -263,10 +275,11 @@ def disk(folders: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
 def system() -> Iterator[Finding]:
     """Check this machine."""
     yield from processor(
-        flags(),
+        processor_flags(),
         bf16=multiplies_bf16(),
         threads=torch.get_num_threads(),
     )
+    yield from onednn()
     yield from linear_layers(missing_for_compiled())
     yield from cuda()
     yield from memory()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from specserve.api.tokenizer import Tokenizer
+from specserve.cluster.placement import FEW_GPUS, with_drafts_that_fit
 from specserve.config.tree import DEMO, config_from_file, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine.draft_placement import PlacementChoice
@@ -80,8 +81,9 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
         notes, pairs, placement = _measured(options, models, report_progress)
     else:
         notes, pairs = _pairs(options, models)
+    more, devices = ([], ()) if options.config is None else _devices(options, options.config)
     report = PlanReport(
-        tuple(notes),
+        (*notes, *more),
         tuple(
             GammaAdvice.from_pair(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma)
             for pair in pairs
@@ -89,7 +91,7 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
         None if models is None else _memory(options, models),
         tuple(best_cascades(options.stages, options.max_gamma)) if options.stages else (),
         placement,
-        () if options.config is None else _devices(options, options.config),
+        devices,
     )
     if options.json is not None:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
@@ -102,10 +104,16 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
     return report
 
 
-def _devices(options: PlanOptions, file: Path) -> tuple[DeviceDemand, ...]:
-    """Return what a config asks of Ray; `auto` is a GPU if there are some, here or in --gpus."""
-    has_gpus = bool(options.gpus) or torch.cuda.is_available()
-    return device_demands(config_from_file(file), has_gpus=has_gpus)
+def _devices(options: PlanOptions, file: Path) -> tuple[list[str], tuple[DeviceDemand, ...]]:
+    """Return a note where drafts find no GPU, and what a config asks of Ray.
+
+    `auto` is a GPU if there are some, here or in --gpus.
+    """
+    named = sum(GpuGroup.parse(text).count for text in options.gpus)
+    num_gpus, config = named or torch.cuda.device_count(), config_from_file(file)
+    fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+    notes = [] if fitted == config else [f"draft.placement auto means together, {FEW_GPUS}."]
+    return notes, device_demands(fitted, has_gpus=num_gpus > 0)
 
 
 def _models(options: PlanOptions) -> ModelPaths | None:

@@ -1,0 +1,65 @@
+"""The processor's flags, and a cap on oneDNN where they name AMX. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
+CAP = "AVX512_CORE_BF16"
+CAP_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""What oneDNN reads at its first product; the second counts where the first is not set."""
+WITHOUT_AMX = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX2_VNNI_2",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+    CAP,
+    "AVX512_CORE_FP16",
+    "AVX10_1_512",
+)
+
+
+@cache
+def processor_flags(file: Path = CPU_INFO) -> frozenset[str]:
+    """Return the flags of the first processor, if the system lists them."""
+    if not file.is_file():
+        return frozenset()
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        found = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def has_amx() -> bool:
+    return not processor_flags().isdisjoint(("amx_tile", "amx_bf16"))
+
+
+def limit_of_onednn() -> tuple[str, str] | None:
+    """Return the variable that limits the instructions of oneDNN, and its value."""
+    return next(((name, os.environ[name]) for name in CAP_VARIABLES if os.environ.get(name)), None)
+
+
+def cap_onednn() -> None:
+    """Keep oneDNN from AMX, unless the user has set how far it may go.
+
+    Its AMX products change the bits of a row with the number of rows beside it, from an inner
+    dimension of 512 on. Call this before the first product: oneDNN never reads the variable again.
+    """
+    if has_amx() and limit_of_onednn() is None:
+        os.environ[CAP_VARIABLES[0]] = CAP
+
+
+def uses_amx() -> bool:
+    """Return whether oneDNN may use AMX here, which takes a user who has lifted the cap."""
+    limit = limit_of_onednn()
+    return has_amx() and (limit is None or limit[1].upper() not in WITHOUT_AMX)
+
+
+def uncapped_environment() -> dict[str, str]:
+    """Return the environment for other programs, which need not do without AMX."""
+    capped = (CAP_VARIABLES[0], CAP)
+    return {name: value for name, value in os.environ.items() if (name, value) != capped}
