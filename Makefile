@@ -1,4 +1,4 @@
-# On a fresh machine with Python >= 3.11: `make serve` and `make test`. `make help` lists the rest.
+# On a fresh machine with Python >= 3.11: `make serve`, `make test`, and `make gate` before a merge. `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
 
@@ -35,7 +35,7 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
+.PHONY: help serve image first-minutes test gate test-rest test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
@@ -46,11 +46,18 @@ help:  ## List the commands
 serve: $(VENV)/installed  ## Serve the demo pair on http://127.0.0.1:8000; ARGS="..." are passed on
 	$(BIN)/specserve serve $(ARGS)
 
-test: check  ## Run linter, type check, import rules and all tests that need neither GPU nor browser
-	$(BIN)/python -m tests.support.suite $(ARGS)
+test: check  ## Run linter, type check, import rules and the core's tests
+	$(BIN)/python -m tests.support.suite core $(ARGS)
 
-test-fast: check  ## Run the same without the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not browser and not slow and not long" $(ARGS)
+gate: test  ## Run all that needs no GPU: `make test`, then `make test-rest`
+	$(MAKE) test-rest
+
+CHROMIUM = $(shell sh -c 'command -v chromium || command -v chromium-browser || command -v google-chrome')
+
+test-rest: $(VENV)/installed-for-tests  ## Run tests on Ray and on emulated cards, proofs, tiny forms of commands, and the browser's
+	$(BIN)/python -m tests.support.suite rest $(ARGS)
+	@if test -n "$(CHROMIUM)"; then $(MAKE) test-browser; else \
+		echo "the playground was NOT tested in a browser: there is no Chromium here; on Debian or Ubuntu: apt-get install chromium, then make test-browser"; fi
 
 test-long: $(VENV)/installed-for-tests  ## Run the tests that take a minute or more each
 	$(BIN)/python -m pytest -m long $(ARGS)

@@ -99,8 +99,6 @@ def test_a_command_runs_in_its_tiny_form(
     assert "| " in capsys.readouterr().out, "it prints a table"
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("module", WITH_RAY)
 def test_a_command_on_ray_runs_in_its_tiny_form(

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from jsonschema import validate
 
 from benchmarks.structured import schema_grammar, schema_sampling
@@ -104,8 +103,6 @@ def kill_drafter_and_target(group: WorkerGroup, emitted: int) -> None:
             os.kill(group.places[role].pid, signal.SIGKILL)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 def test_constrained_texts_equal_those_of_one_process_when_workers_die() -> None:
     prompts, expected, finished = plain()
     assert finished

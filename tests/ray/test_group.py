@@ -15,8 +15,6 @@ from specserve.config.tree import config_from_keys
 from specserve.errors import NoShardingPlan
 from tests.support.processes import own_processes_named
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 PATIENCE_S = 120.0
 KEYS: dict[str, object] = {
     "target.threads": 1,

@@ -22,8 +22,6 @@ from specserve.errors import ConfigError, Unavailable
 from tests.support.processes import own_processes
 from tests.support.ray_server import free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 PATIENCE_S = 300.0  # on two otherwise idle cores it takes some 25 s
 
 

@@ -27,8 +27,6 @@ from specserve.errors import DeviceFault
 from tests.support.checkpoints import add_tokenizer, make, perturb
 from tests.support.ray_server import served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 ANYWHERE: Any = None
 PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90))]
 

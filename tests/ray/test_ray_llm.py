@@ -15,8 +15,6 @@ from tests.support import checkpoints
 from tests.support.eagle_heads import HeadSizes, write_speculators
 from tests.support.processes import own_processes_named
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 KEYS: dict[str, Any] = {
     "target.threads": 1,
     "draft.threads": 1,

@@ -17,7 +17,7 @@ import yaml
 
 from tests.support.ray_server import free_port, ray_with_dashboard, serve_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 DEMO_FILE = Path(__file__).parents[2] / "deploy" / "demo.yaml"
 LIMIT_S = 240.0

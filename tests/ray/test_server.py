@@ -34,8 +34,6 @@ from specserve.types import Verdict, VerifyStep
 from tests.support.processes import command_of, own_processes_named
 from tests.support.ray_server import served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 KEY = "a-key-of-the-tests"
 PROMPTS = [
     "def read_lines(path):\n",

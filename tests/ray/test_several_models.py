@@ -7,14 +7,10 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import pytest
-
 from specserve import LLM, Sampling
 from specserve.cluster.launch import handle
 from specserve.config.tree import DEMO
 from tests.support.ray_server import served
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PROMPT = "def read_lines(path):"
 TOKENS = 24

@@ -18,8 +18,6 @@ from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError
 from tests.support.ray_server import free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 HEAD_CPUS, NODE_CPUS = 6, 2
 # An engine would be started by the first request.
 NO_ENGINE: dict[str, object] = {"replicas__min": 0, "replicas__upscale_delay_s": 20}

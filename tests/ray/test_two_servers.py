@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.ray_server import free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 SMALL = ["--draft", "none", "--set", "target.threads=1", "--set", "replicas.min=0"]
 """An engine would be started by the first request."""

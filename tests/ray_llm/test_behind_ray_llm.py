@@ -23,7 +23,7 @@ from ray import serve
 from specserve import LLM, Sampling
 from tests.support.processes import own_processes_named
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 PROMPTS = ["import os\n", "class A:\n    def f(self"]
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]

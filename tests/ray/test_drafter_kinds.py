@@ -92,8 +92,6 @@ def expected(keys: dict[str, Any]) -> list[str]:
         ]
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "workers"),
     [
@@ -125,8 +123,6 @@ def test_served_texts_are_those_of_plain_decoding(
     assert sum(int(str(one["accepted"])) for one in reports) > 0
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
     ray_with_a_port: int, t5_pair: tuple[Path, Path]
 ) -> None:
