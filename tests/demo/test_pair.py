@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from benchmarks.train_demo import encode, held_out_figures
+from lab.bench.train_demo import encode, held_out_figures
 from specserve import LLM, Sampling
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import standard_library

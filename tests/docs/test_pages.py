@@ -323,10 +323,10 @@ def test_figures_on_the_overview_are_those_of_the_page_that_they_are_from() -> N
 
 CODE = [
     file.relative_to(ROOT)
-    for folder in ("specserve", "benchmarks", "tests", "docs")
+    for folder in ("specserve", "lab", "tests", "docs")
     for file in (ROOT / folder).rglob("*.py")
 ]
-PUBLIC = ("specserve/", "benchmarks/", "tests/", "docs/", "deploy/")
+PUBLIC = ("specserve/", "lab/bench/", "tests/", "docs/", "deploy/")
 
 
 @every_page
@@ -345,9 +345,7 @@ def test_every_file_that_is_named_exists(page: str) -> None:
 
 @every_page
 def test_every_module_that_is_run_by_name_exists(page: str) -> None:
-    for module in re.findall(
-        r"python -m ((?:specserve|benchmarks|tests)\b[\w.]*)", guide.page(page)
-    ):
+    for module in re.findall(r"python -m ((?:specserve|lab|tests)\b[\w.]*)", guide.page(page)):
         path = ROOT / module.rstrip(".").replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
             f"{page} runs {module}"

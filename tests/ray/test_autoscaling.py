@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import openai
 
-from benchmarks.fake_engine import PacedEngine
+from lab.bench.fake_engine import PacedEngine
 from tests.support.ray_server import served
 
 SCALING_KEYS: dict[str, object] = {

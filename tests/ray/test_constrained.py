@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonschema import validate
 
-from benchmarks.structured import schema_grammar, schema_sampling
+from lab.bench.structured import schema_grammar, schema_sampling
 from specserve import LLM
 from specserve.cluster.group import WorkerGroup
 from specserve.cluster.placement import bundles

@@ -29,7 +29,7 @@ FOLDERS = {
     "ray": ("ray", "ray_llm", "cluster/test_prefill_engines.py"),
     "card": ("card", "gpu"),
     "proofs": ("proofs", "families"),
-    "forms": ("benchmarks", "chaos", "docs/test_blocks.py"),
+    "forms": ("lab", "chaos", "docs/test_blocks.py"),
 }
 """The mark of all tests in these folders and files."""
 PARTS = ("core", "rest")
