@@ -1,4 +1,4 @@
-# On a fresh machine with Python >= 3.11: `make serve` and `make test`. `make help` lists the rest.
+# On a fresh machine with Python >= 3.11: `make serve`, `make test`, and `make gate` before a merge. `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
 
@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
 BUILDER := .venv-build
 PEERS := .venv-peers
-PEERS_PINNED := benchmarks/peers/requirements.txt
+PEERS_PINNED := lab/bench/peers/requirements.txt
 VLLM := .venv-vllm
-VLLM_PINNED := benchmarks/peers/requirements-vllm.txt
+VLLM_PINNED := lab/bench/peers/requirements-vllm.txt
 CONFORMANCE := .venv-conformance
 RAY_LLM := .venv-ray-llm
 KERNELS := .venv-kernels
 LLAMA := .venv-llama
-LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
+LLAMA_PINNED := lab/bench/peers/requirements-llama.txt
 LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
@@ -35,7 +35,7 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-decode gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
+.PHONY: help serve image first-minutes test gate test-rest test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-decode gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-peers \
 	simulate-autoscaling simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
@@ -46,11 +46,18 @@ help:  ## List the commands
 serve: $(VENV)/installed  ## Serve the demo pair on http://127.0.0.1:8000; ARGS="..." are passed on
 	$(BIN)/specserve serve $(ARGS)
 
-test: check  ## Run linter, type check, import rules and all tests that need neither GPU nor browser
-	$(BIN)/python -m tests.support.suite $(ARGS)
+test: check  ## Run linter, type check, import rules and the core's tests
+	$(BIN)/python -m tests.support.suite core $(ARGS)
 
-test-fast: check  ## Run the same without the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not browser and not slow and not long" $(ARGS)
+gate: test  ## Run all that needs no GPU: `make test`, then `make test-rest`
+	$(MAKE) test-rest
+
+CHROMIUM = $(shell sh -c 'command -v chromium || command -v chromium-browser || command -v google-chrome')
+
+test-rest: $(VENV)/installed-for-tests  ## Run tests on Ray and on emulated cards, proofs, tiny forms of commands, and the browser's
+	$(BIN)/python -m tests.support.suite rest $(ARGS)
+	@if test -n "$(CHROMIUM)"; then $(MAKE) test-browser; else \
+		echo "the playground was NOT tested in a browser: there is no Chromium here; on Debian or Ubuntu: apt-get install chromium, then make test-browser"; fi
 
 test-long: $(VENV)/installed-for-tests  ## Run the tests that take a minute or more each
 	$(BIN)/python -m pytest -m long $(ARGS)
@@ -155,67 +162,67 @@ wheel-times: $(VENV)/installed-for-tests  ## Time the same steps in a fresh envi
 bench: bench-engine bench-pipeline  ## Measure the engine and the pipeline
 
 bench-engine: $(VENV)/installed  ## Measure the engine in one process against transformers
-	$(BIN)/python -m benchmarks.engine --out $(MEASURED)/engine-speed.md $(ARGS)
+	$(BIN)/python -m lab.bench.engine --out $(MEASURED)/engine-speed.md $(ARGS)
 
 bench-serving: $(VENV)/installed  ## Measure the links between processes and the HTTP server
-	$(BIN)/python -m benchmarks.link --out $(MEASURED)/link-speed.md
-	$(BIN)/python -m benchmarks.serving --out $(MEASURED)/serving-speed.md $(ARGS)
+	$(BIN)/python -m lab.bench.link --out $(MEASURED)/link-speed.md
+	$(BIN)/python -m lab.bench.serving --out $(MEASURED)/serving-speed.md $(ARGS)
 
 bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
-	$(BIN)/python -m benchmarks.pipeline --out $(MEASURED)/pipeline-speed.md \
+	$(BIN)/python -m lab.bench.pipeline --out $(MEASURED)/pipeline-speed.md \
 		--trace docs/trace.json --greedy-trace docs/trace-greedy.json --plot $(MEASURED)/pacer.svg $(ARGS)
 	for name in trace trace-greedy; do \
 		$(BIN)/python -m specserve.tools.timeline docs/$$name.json --rounds 10 --out $(MEASURED)/$$name.svg && \
 		rm docs/$$name.json || exit 1; done
 
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
-	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
+	$(BIN)/python -m lab.bench.linears --out $(MEASURED)/linears.md $(ARGS)
 
 bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and INT4 beside bf16
-	$(BIN)/python -m benchmarks.quantized --out $(MEASURED)/quantized.md $(ARGS)
+	$(BIN)/python -m lab.bench.quantized --out $(MEASURED)/quantized.md $(ARGS)
 
 bench-adapters: $(VENV)/installed-for-tests  ## Measure a target with adapters that requests name, or do not
-	$(BIN)/python -m benchmarks.adapters --out $(MEASURED)/adapters.md $(ARGS)
+	$(BIN)/python -m lab.bench.adapters --out $(MEASURED)/adapters.md $(ARGS)
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
-	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
+	$(BIN)/python -m lab.bench.placements --out $(MEASURED)/placements.md $(ARGS)
 
 simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autoscaling by first tokens and by requests
-	$(BIN)/python -m benchmarks.autoscaling --out $(MEASURED)/autoscaling.md $(ARGS)
+	$(BIN)/python -m lab.bench.autoscaling --out $(MEASURED)/autoscaling.md $(ARGS)
 
 simulate-fleet: $(VENV)/installed  ## Simulate fleets of 1,000 and 10,000 GPUs, and time the scheduler at their size
-	$(BIN)/python -m benchmarks.fleet --out $(MEASURED)/fleet.md $(ARGS)
+	$(BIN)/python -m lab.bench.fleet --out $(MEASURED)/fleet.md $(ARGS)
 
 bench-pool: $(VENV)/installed-for-tests  ## Measure one draft for several engines beside a draft each
-	$(BIN)/python -m benchmarks.pools --out $(MEASURED)/pools.md $(ARGS)
+	$(BIN)/python -m lab.bench.pools --out $(MEASURED)/pools.md $(ARGS)
 
 bench-routing: $(VENV)/installed-for-tests  ## Measure routing by prefixes between engines
-	$(BIN)/python -m benchmarks.routing --out $(MEASURED)/routing.md $(ARGS)
+	$(BIN)/python -m lab.bench.routing --out $(MEASURED)/routing.md $(ARGS)
 
 bench-neighbours: $(VENV)/installed-for-tests  ## Measure passes beside processes that use a core now and then
-	$(BIN)/python -m benchmarks.neighbours --out $(MEASURED)/neighbours.md $(ARGS)
+	$(BIN)/python -m lab.bench.neighbours --out $(MEASURED)/neighbours.md $(ARGS)
 
 bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gammas
-	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)
-	$(BIN)/python -m benchmarks.first_token --out $(MEASURED)/first-token.md
-	$(BIN)/python -m benchmarks.acceptance_by_position --out $(MEASURED)/acceptance-by-position.md
+	$(BIN)/python -m lab.bench.pacer --out $(MEASURED)/pacer.md $(ARGS)
+	$(BIN)/python -m lab.bench.first_token --out $(MEASURED)/first-token.md
+	$(BIN)/python -m lab.bench.acceptance_by_position --out $(MEASURED)/acceptance-by-position.md
 
 bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
-	$(BIN)/python -m benchmarks.demo_race --out $(MEASURED)/demo-race.md $(ARGS)
+	$(BIN)/python -m lab.bench.demo_race --out $(MEASURED)/demo-race.md $(ARGS)
 
 first-minutes: $(VENV)/installed-for-tests  ## Run the quick start in a fresh environment and time it
-	$(BIN)/python -m benchmarks.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
+	$(BIN)/python -m lab.bench.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
-	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)
+	$(BIN)/python -m lab.bench.drafters --out $(MEASURED)/drafters.md $(ARGS)
 
 # The report names engines that could not be installed, and the reason.
 bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 	-$(MAKE) $(PEERS)/installed
 	-$(MAKE) $(VLLM)/installed
 	-$(MAKE) $(LLAMA)/installed
-	$(BIN)/python -m benchmarks.peers --out $(MEASURED)/peers-speed.md $(ARGS)
-	$(BIN)/python -m benchmarks.peers.summary $(MEASURED)/peers-speed.json --out $(MEASURED)/comparison.svg
+	$(BIN)/python -m lab.bench.peers --out $(MEASURED)/peers-speed.md $(ARGS)
+	$(BIN)/python -m lab.bench.peers.summary $(MEASURED)/peers-speed.json --out $(MEASURED)/comparison.svg
 
 # Ray Serve LLM takes requests in vLLM's classes, and refuses to be imported without them.
 ray-llm: $(RAY_LLM)/installed  ## Test the engine behind Ray Serve LLM, behind its router and by direct streaming
@@ -224,7 +231,7 @@ ray-llm: $(RAY_LLM)/installed  ## Test the engine behind Ray Serve LLM, behind i
 		$(RAY_LLM)/bin/python -m pytest -W default -m long tests/ray_llm $(ARGS)
 
 bench-ray-llm: $(RAY_LLM)/installed  ## Measure the engine beside vLLM's, both behind Ray Serve LLM
-	$(RAY_LLM)/bin/python -m benchmarks.ray_llm --out $(MEASURED)/ray-llm.md $(ARGS)
+	$(RAY_LLM)/bin/python -m lab.bench.ray_llm --out $(MEASURED)/ray-llm.md $(ARGS)
 
 # Each client is installed into an environment of its own below $(CONFORMANCE), once.
 conformance: $(VENV)/installed-for-tests  ## Try clients of other projects on real servers
@@ -237,7 +244,7 @@ proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them wi
 	$(BIN)/python -m tests.proofs.distribution --out $(MEASURED)/proofs.md $(ARGS)
 
 structured: $(VENV)/installed-for-tests  ## Measure structured output
-	$(BIN)/python -m benchmarks.structured $(ARGS)
+	$(BIN)/python -m lab.bench.structured $(ARGS)
 
 fuzz: $(VENV)/installed-for-tests  ## Send damaged input of every kind: frames, requests, grammars, files, checkpoints
 	$(BIN)/python -m tests.chaos.fuzz $(ARGS)

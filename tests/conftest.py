@@ -1,10 +1,11 @@
-"""One thread for all tests, and one browser for those that need it.
+"""One thread for all tests, marks by folder, and one browser for those that need it.
 
 Tests run beside one another on small machines, and bits must not depend on the number of threads.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support.suite import mark_of
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
     from tests.support.http_server import RunningServer
 
-PROOFS = {Path(__file__).parent / folder for folder in ("proofs", "families")}
+SECONDS: defaultdict[str, float] = defaultdict(float)
+"""Seconds of each file's tests."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,8 +34,19 @@ def one_thread() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if not PROOFS.isdisjoint(item.path.parents):
-            item.add_marker("proofs")
+        if mark := mark_of(item.path):
+            item.add_marker(mark)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.location[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    cache = session.config.cache
+    if cache is not None and session.config.getoption("--record-seconds"):
+        for file, seconds in SECONDS.items():
+            cache.set(f"seconds/{file}", seconds)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--screenshots",
         metavar="DIR",
         help="where the tests of the playground leave pictures of it",
+    )
+    parser.addoption(
+        "--record-seconds",
+        action="store_true",
+        help="keep the seconds of each file for `python -m tests.support.suite --write-durations`",
     )
 
 

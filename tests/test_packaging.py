@@ -22,8 +22,6 @@ ROOT = Path(specserve.__file__).parents[1]
 DATA = {".json", ".safetensors", ".html", ".js", ".css", ".svg", ".md", ".typed"}
 LARGEST = 32 * 2**20
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:

@@ -64,7 +64,6 @@ def test_damaged_config_files_are_refused_or_read() -> None:
     assert set(outcome.results) == {"refused", "read"}
 
 
-@pytest.mark.slow
 def test_mangled_checkpoints_are_refused_or_served() -> None:
     outcome = fuzz_checkpoints(25, seed=18)
     assert outcome.results["refused"] > 10

@@ -10,11 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.requests import KIND_NAMES
-from specserve.tools.bench.chaos.run import ChaosRun
-from tests.chaos import network
 from tests.chaos.relays import KINDS, PAIRS, RelayHub, _ask
 
 
@@ -86,28 +81,3 @@ def test_each_kind_of_fault_breaks_the_links_of_its_pair_and_heals(
 
 def test_a_pair_without_links_has_no_fault(hub: RelayHub) -> None:
     assert asyncio.run(hub.inject("client-server", "cut", 0.0)) == 0
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_broken_links_of_a_server_lose_nothing() -> None:
-    faults = [
-        (PAIRS[0], "half-open"),
-        (PAIRS[1], "partition"),
-        (PAIRS[2], "cut"),
-        (PAIRS[0], "cut"),
-    ]
-    with network.relayed_server() as (url, hub):
-
-        async def inject(rng: object) -> Fault | None:
-            pair, kind = faults.pop()
-            loop = asyncio.get_running_loop()
-            at = loop.time()
-            assert await hub.inject(pair, kind, 0.2), f"no link of {pair} goes through a relay"
-            return Fault(at, pair, kind, 0, until=loop.time())
-
-        chaos = ChaosRun(ServerAddress.from_url(url), "demo", len(KIND_NAMES), 64)
-        outcome = asyncio.run(chaos.run(inject, num_faults=len(faults), seed=1, say=print))
-    assert not faults
-    assert outcome.counts.complete >= len(KIND_NAMES)
-    assert outcome.counts.num_failed == 0, outcome.first_failure

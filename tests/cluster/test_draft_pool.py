@@ -1,107 +1,27 @@
-"""A draft pool in a real application: two models, and drafts that come and die under load."""
+"""A draft pool's config, its devices and its load: what is refused, and what is deployed."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
-import urllib.request
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from ray.serve._private.build_app import build_app
 
 from specserve.checkpoint_files import require_shared_tokenizers
 from specserve.cluster.app import application
 from specserve.cluster.autoscaling import pool_policy
 from specserve.cluster.draft_pool import LoadMeter, pool_draft_config
-from specserve.cluster.launch import handle
 from specserve.cluster.placement import pool_bundles
 from specserve.config.pool import shared_draft_config
-from specserve.config.tree import DEMO, Config, config_from_keys
+from specserve.config.tree import Config, config_from_keys
 from specserve.drafters.pool.load import DraftLoad
 from specserve.errors import ConfigError, TokenizerMismatch
 from tests.support import checkpoints
-from tests.support.ray_server import served
 
-PATIENCE_S = 120.0
-PROMPTS = [f"def read_{name}(path):\n" for name in ("lines", "words", "bytes", "rows", "keys")]
 POOL = {"draft.pool.name": "shared", "replicas.min": 2, "replicas.max": 2}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < PATIENCE_S, f"not within {PATIENCE_S} s"
-        time.sleep(0.05)
-
-
-def get(url: str, body: bytes | None = None) -> bytes:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        content: bytes = answer.read()
-        return content
-
-
-def complete(url: str, model: str, prompt: str) -> tuple[str, int]:
-    """Return the text of a prompt, and how many draft tokens of it were verified."""
-    body = {"prompt": prompt, "max_tokens": 96, "temperature": 0, "model": model}
-    answer = json.loads(get(f"{url}/v1/completions", json.dumps(body).encode()))
-    return answer["choices"][0]["text"], answer["specserve"]["drafted"]
-
-
-def readings(url: str, name: str) -> list[float]:
-    """Return all samples of a metric, one for each device of a pool."""
-    text = get(f"{url}/metrics").decode()
-    return [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"specserve_{name}"
-    ]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_nothing() -> None:
-    pool = {"name": "shared", "max_devices": 2, "target_busy": 0.01}
-    own = {"draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": pool}}
-    names = ("target", "draft")
-    models = [
-        {"name": name, "target": {"path": str(DEMO / name), "threads": 1}, **own} for name in names
-    ]
-    asked = [(model, prompt) for prompt in PROMPTS for model in names]
-    replicas = {"upscale_delay_s": 0.5, "downscale_delay_s": 600}
-    keys = {"models": models, "replicas": replicas, "speculation.gamma": 4, "cache.pages": 256}
-    with served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
-        until(lambda: readings(url, "pool_engines") == [2.0])
-        expected = [text for text, _ in clients.map(lambda one: complete(url, *one), asked)]
-
-        def texts_while(happens: Callable[[], object]) -> list[str]:
-            """Return the texts of all prompts, twice; most are written while it happens."""
-            load = [clients.submit(complete, url, *each) for each in asked * 2]
-            until(lambda: sum(each.done() for each in load) >= 2)
-            happens()
-            return [each.result()[0] for each in load]
-
-        moved = texts_while(lambda: until(lambda: readings(url, "pool_engines") == [1.0, 1.0]))
-        assert moved == expected * 2
-
-        engine = handle(config, "Engine-target")
-        draft = engine.places.remote().result(timeout_s=PATIENCE_S)["draft"]
-        assert texts_while(lambda: os.kill(draft.pid, signal.SIGKILL)) == expected * 2
-        for one, text in zip(asked[:2], expected, strict=False):
-            until(lambda one=one: complete(url, *one)[1] > 0)  # type: ignore[misc]
-            assert complete(url, *one)[0] == text
-        until(lambda: sum(readings(url, "pool_engines")) == 2)
-        assert sum(readings(url, "pool_rounds_total")) > 0
-        assert sum(readings(url, "request_failure_total")) == 0
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,6 @@ def _drain(node: str) -> None:
     assert accepted, why
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_text_goes_on_elsewhere_when_the_node_of_its_rank_is_drained(
     nodes: dict[str, str],

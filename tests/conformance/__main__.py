@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.start import server
+from lab.bench.start import server
 from tests.conformance.checks import DEMO, SCRIPTED
 from tests.conformance.clients import CLIENTS, Client, ClientRun, install, run_client
 from tests.conformance.page import page, unknown_failures

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from benchmarks.train_demo import encode, held_out_figures
+from lab.bench.train_demo import encode, held_out_figures
 from specserve import LLM, Sampling
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import standard_library
@@ -50,7 +50,6 @@ def test_both_models_together_take_at_most_16_megabytes() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculative_text_is_plain_text_bit_for_bit_alone_and_in_a_batch(
     prompts: list[list[int]], temperature: float
@@ -72,7 +71,6 @@ def test_speculative_text_is_plain_text_bit_for_bit_alone_and_in_a_batch(
         assert generate(llm, prompts, sampling, together=16) == plain
 
 
-@pytest.mark.slow
 def test_acceptance_on_held_out_text_is_that_of_a_useful_pair() -> None:
     load: Any = LlamaForCausalLM.from_pretrained
     target, draft = (load(DEMO / name, dtype=torch.float32).eval() for name in ("target", "draft"))

@@ -1,8 +1,8 @@
 """The pages run and name only what exists.
 
-A block runs unless the comment above it says `not run: why`. Commands run in this process, against
-one server for all that ask one. What starts a server is parsed and not started (other tests start
-one): of `specserve serve` the config is read.
+A block runs unless the comment above it says `not run: why`: in `test_blocks.py`, or, if it asks a
+server, in `tests/ray/test_pages.py`, with one server for all. What starts a server is parsed and
+not started (other tests start one): of `specserve serve` the config is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from specserve.config.tree import config_from_keys
 from tests.support import pages as guide
 from tests.support.llm_configs import llm_config
 from tests.support.pages import DOCS, ROOT, Block, Command
-from tests.support.ray_server import served
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
@@ -86,29 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with served({"target.threads": 1, "draft.threads": 1}) as (url, _):
-        yield url
-
-
 # Blocks that run
-
-
-@pytest.mark.parametrize("block", [block for block in RUN if not block.asks_server], ids=block_name)
-def test_it_does_what_it_says(
-    block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(block, guide.URL, capsys)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in RUN if block.asks_server], ids=block_name)
-def test_it_does_what_it_says_to_a_server(
-    block: Block, url: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(block, url, capsys)
 
 
 def run(block: Block, url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,10 +323,10 @@ def test_figures_on_the_overview_are_those_of_the_page_that_they_are_from() -> N
 
 CODE = [
     file.relative_to(ROOT)
-    for folder in ("specserve", "benchmarks", "tests", "docs")
+    for folder in ("specserve", "lab", "tests", "docs")
     for file in (ROOT / folder).rglob("*.py")
 ]
-PUBLIC = ("specserve/", "benchmarks/", "tests/", "docs/", "deploy/")
+PUBLIC = ("specserve/", "lab/bench/", "tests/", "docs/", "deploy/")
 
 
 @every_page
@@ -368,9 +345,7 @@ def test_every_file_that_is_named_exists(page: str) -> None:
 
 @every_page
 def test_every_module_that_is_run_by_name_exists(page: str) -> None:
-    for module in re.findall(
-        r"python -m ((?:specserve|benchmarks|tests)\b[\w.]*)", guide.page(page)
-    ):
+    for module in re.findall(r"python -m ((?:specserve|lab|tests)\b[\w.]*)", guide.page(page)):
         path = ROOT / module.rstrip(".").replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
             f"{page} runs {module}"

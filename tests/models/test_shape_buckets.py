@@ -134,7 +134,6 @@ def test_attention_gives_its_kernels_shapes_that_are_known_at_start(
     assert seen <= known
 
 
-@pytest.mark.slow
 def test_kernels_are_compiled_for_bucket_sizes_only() -> None:
     """The number of rows is read from oneDNN's own log."""
     environment = {**os.environ, "ONEDNN_VERBOSE": "profile_create"}

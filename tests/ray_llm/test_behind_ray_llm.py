@@ -23,7 +23,7 @@ from ray import serve
 from specserve import LLM, Sampling
 from tests.support.processes import own_processes_named
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 PROMPTS = ["import os\n", "class A:\n    def f(self"]
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
@@ -167,7 +167,7 @@ def test_direct_streaming_is_what_this_run_was_asked_for() -> None:
 
 
 def test_the_comparison_with_vllm_runs_in_its_tiny_form() -> None:
-    command = [sys.executable, "-m", "benchmarks.ray_llm", "--quick"]
+    command = [sys.executable, "-m", "lab.bench.ray_llm", "--quick"]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE")}
     done = subprocess.run(command, env=plain, capture_output=True, text=True, check=True)
     assert "| specserve | " in done.stdout

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.process import SystemProcess
-from benchmarks.peers.turn import TurnRequest
+from lab.bench.peers.process import SystemProcess
+from lab.bench.peers.turn import TurnRequest
 
 PROMPTS = ((1, 2), (3, 4), (5, 6))
 
 FAKE = """
 import sys, time
 from contextlib import contextmanager
-from benchmarks.peers.turn import serve_turns
+from lab.bench.peers.turn import serve_turns
 
 class Fake:
     def about(self):

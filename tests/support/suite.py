@@ -1,36 +1,92 @@
-"""`make test`: two lanes of tests beside one another, one of which starts with those on Ray.
+"""`make test` and `make test-rest`: the files of a part of the suite, in two lanes at once.
 
-Most tests compute on one thread, so the lanes need little more time together than the longer one
-alone; the proofs run behind the tests on Ray, which makes them about equally long. The output of
-the first lane is printed as it comes, that of the second as a whole.
+A folder says what its tests need (`FOLDERS`); those without a mark are the core, the part that
+`make test` runs. Files are dealt by the seconds that `durations.json` has of them. Tests on Ray
+stand in one lane, since two clusters on a small machine disturb each other's deadlines. The output
+of the first lane is printed as it comes, that of the second as a whole.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
-LEFT_OUT = "not gpu and not browser and not long"
-LANES = (
-    (f"not ray and not proofs and {LEFT_OUT}",),
-    (f"ray and {LEFT_OUT}", f"proofs and not ray and {LEFT_OUT}"),
-)
-"""Marks of the tests of each lane, in their order."""
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+DURATIONS = Path(__file__).parent / "durations.json"
+RECORDED = ROOT / ".pytest_cache" / "v" / "seconds"
+"""Where pytest keeps the seconds of the files that ran with `--record-seconds`."""
+
+FOLDERS = {
+    "ray": ("ray", "ray_llm", "cluster/test_prefill_engines.py"),
+    "card": ("card", "gpu"),
+    "proofs": ("proofs", "families"),
+    "forms": ("lab", "chaos", "docs/test_blocks.py"),
+}
+"""The mark of all tests in these folders and files."""
+PARTS = ("core", "rest")
+DEFAULT_S = 2.0
+"""Seconds of a file that was never measured."""
 NO_TESTS = 5
-"""Exit status of pytest when it finds no tests, as in some parts of a file's."""
+"""Exit status of pytest when it finds no tests, as in a file of tests that need a browser."""
+
+Lane = Sequence[Sequence[str]]
+"""The files of each run of pytest, one run after the other."""
 
 
-def run(arguments: Sequence[str], lanes: Sequence[Sequence[str]] = LANES) -> int:
+def mark_of(file: Path) -> str | None:
+    """Return the mark of a test file's folder, or None if it is a part of the core."""
+    for mark, folders in FOLDERS.items():
+        if any(file.is_relative_to(TESTS / folder) for folder in folders):
+            return mark
+    return None
+
+
+def deal_part(part: str, durations: Mapping[str, float]) -> tuple[Lane, Lane]:
+    """Return the lanes of a part of the suite."""
+    marks = {
+        str(path.relative_to(ROOT)): mark_of(path) for path in sorted(TESTS.rglob("test_*.py"))
+    }
+    if part == "core":
+        one, other = deal([file for file, mark in marks.items() if mark is None], durations)
+        return [one], [other]
+    on_ray = [file for file, mark in marks.items() if mark == "ray"]
+    others = [file for file, mark in marks.items() if mark not in (None, "ray")]
+    ray_s = sum(durations.get(file, DEFAULT_S) for file in on_ray)
+    one, other = deal(others, durations, ahead_s=ray_s)
+    return [on_ray, one], [other]
+
+
+def deal(
+    files: Iterable[str], durations: Mapping[str, float], *, ahead_s: float = 0.0
+) -> tuple[list[str], list[str]]:
+    """Deal files to two lanes, the longest first and to the lane that ends sooner.
+
+    `ahead_s` are the seconds of what the first lane runs before.
+    """
+    lanes: tuple[list[str], list[str]] = ([], [])
+    loads = [ahead_s, 0.0]
+    for file in sorted(files, key=lambda file: -durations.get(file, DEFAULT_S)):
+        lane = loads.index(min(loads))
+        lanes[lane].append(file)
+        loads[lane] += durations.get(file, DEFAULT_S)
+    return lanes
+
+
+def run(arguments: Sequence[str], lanes: Sequence[Lane]) -> int:
     """Run pytest for all lanes at once, print their output, and return the exit status."""
     with tempfile.TemporaryFile() as later:
         running = [
-            _Lane(marks, arguments, output)
-            for marks, output in zip(lanes, (None, later), strict=True)
+            _RunningLane(lane, arguments, output)
+            for lane, output in zip(lanes, (None, later), strict=True)
         ]
         try:
             statuses = [status for lane in running for status in lane.wait()]
@@ -45,13 +101,11 @@ def run(arguments: Sequence[str], lanes: Sequence[Sequence[str]] = LANES) -> int
     return max((status for status in statuses if status != NO_TESTS), key=abs)
 
 
-class _Lane:
+class _RunningLane:
     """Runs of pytest, one after the other, in a thread that waits for them."""
 
-    def __init__(
-        self, marks: Sequence[str], arguments: Sequence[str], output: IO[bytes] | None
-    ) -> None:
-        self._marks, self._arguments, self._output = marks, arguments, output
+    def __init__(self, lane: Lane, arguments: Sequence[str], output: IO[bytes] | None) -> None:
+        self._lane, self._arguments, self._output = lane, arguments, output
         self._statuses: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
@@ -72,18 +126,54 @@ class _Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        for mark in self._marks:
+        for files in self._lane:
             if self._is_ended:
                 return
+            if not files:
+                continue  # pytest would run all
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-m", mark, *self._arguments],
+                [sys.executable, "-m", "pytest", *self._arguments, *files],
                 stdout=self._output,
                 stderr=subprocess.STDOUT if self._output else None,
             )
             self._statuses.append(self._process.wait())
 
 
+def read_durations(file: Path = DURATIONS) -> dict[str, float]:
+    durations: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+    return durations
+
+
+def write_durations(recorded: Path = RECORDED, file: Path = DURATIONS) -> None:
+    """Update the seconds of each file that was run, and drop the files that are gone."""
+    durations = read_durations(file)
+    for seconds in recorded.rglob("test_*.py"):
+        name = str(seconds.relative_to(recorded))
+        durations[name] = round(json.loads(seconds.read_text(encoding="utf-8")), 1)
+    present = {name: durations[name] for name in sorted(durations) if (ROOT / name).is_file()}
+    file.write_text(json.dumps(present, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="the part to run")
+    parser.add_argument(
+        "--write-durations",
+        action="store_true",
+        help=f"write the seconds of the last runs into {DURATIONS.name}, and run nothing",
+    )
+    options, for_pytest = parser.parse_known_args()
+    if options.write_durations:
+        write_durations()
+        return 0
+    if options.part is None:
+        parser.error("which part?")
+    # A selection of tests says nothing of a file's seconds.
+    arguments = for_pytest or ["--record-seconds"]
+    return run(arguments, deal_part(options.part, read_durations()))
+
+
 if __name__ == "__main__":
     # A job in the background of a shell ignores Ctrl-C, and so would what the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(main())

@@ -441,7 +441,7 @@ def test_any_course_of_steps_forks_and_releases_equals_a_new_drafter(
 def test_a_proposal_at_a_long_context_costs_microseconds(tables: Path, kind: str) -> None:
     """Draft within a generous bound, for a busy machine.
 
-    `python -m benchmarks.drafters.proposal_time` measures.
+    `python -m lab.bench.drafters.proposal_time` measures.
     """
     drafter = of_kind(kind, tables)
     chance = random.Random(0)

@@ -1,0 +1,116 @@
+"""Every command that a page quotes a figure from runs in its tiny form, `--quick`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MEASURED = ROOT / "docs" / "measurements"
+
+IN_PROCESS = {
+    "lab.bench.adapters": (),
+    "lab.bench.acceptance_by_position": (),
+    "lab.bench.autoscaling": (),
+    "lab.bench.drafters": ("--only", "alpha", "heads", "eagle"),
+    "lab.bench.engine": (),
+    "lab.bench.first_token": (),
+    "lab.bench.fleet": (),
+    "lab.bench.linears": (),
+    "lab.bench.link": (),
+    "lab.bench.masks": (),
+    "lab.bench.neighbours": (),
+    "lab.bench.pacer": ("--texts", "json"),
+    "lab.bench.pools": (),
+    "lab.bench.prompts": (),
+    "lab.bench.quantized": (),
+    "lab.bench.structured": (),
+    "tests.chaos.fuzz": (),
+    "tests.families": (),
+    "tests.conformance": (),
+    "tests.support.card.noise": (),
+    "tests.support.card.roofline": (),
+    "tests.support.card.rounds": (),
+    "tests.proofs.distribution": (),
+}
+"""Commands that need neither Ray nor other engines, with further arguments."""
+WITH_RAY = {
+    "lab.bench.constrained": (),
+    "lab.bench.demo_race": (),
+    "lab.bench.first_minutes": (),
+    "lab.bench.pipeline": ("--only", "sweep", "weighs", "simulation"),
+    "lab.bench.placements": (),
+    "lab.bench.routing": (),
+    "lab.bench.start": (),
+    "tests.chaos.gateways": (),
+    "tests.chaos.loop_pauses": (),
+    "tests.chaos.misuse": (),
+}
+ELSEWHERE = {
+    "lab.bench.peers": "tests/lab/bench/test_peers.py: the other engines have their own Python",
+    "lab.bench.peers.summary": "tests/lab/bench/test_peers.py",
+    "lab.bench.ranks": "tests/lab/bench/test_ranks.py",
+    "lab.bench.ray_llm": "tests/ray_llm/test_behind_ray_llm.py: vLLM has its own Python",
+    "lab.bench.shared_weights": "tests/lab/bench/test_shared_weights.py",
+    "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
+    "tests.chaos.network": "tests/chaos/test_network.py",
+}
+"""Commands whose tiny form another test runs."""
+NO_TINY_FORM = {
+    "lab.bench.serving": "needs a server of its own, and its parts are the server's tests",
+    "tests.chaos.overload": "needs a server of its own for each part",
+    "tests.chaos.releases": "builds wheels, and each update takes a minute",
+    "tests.chaos.table": "needs a server of its own for each role",
+}
+"""Commands that only a measurement runs, and why."""
+
+
+def run_quickly(name: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command in this process, as `python -m` would."""
+    monkeypatch.setattr(sys, "argv", [name, "--quick", *arguments])
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
+    assert not module.main(), f"{name} failed"
+
+
+@pytest.mark.parametrize("module", IN_PROCESS)
+def test_a_command_runs_in_its_tiny_form(
+    module: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_quickly(module, IN_PROCESS[module], monkeypatch)
+    assert "| " in capsys.readouterr().out, "it prints a table"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", WITH_RAY)
+def test_a_command_on_ray_runs_in_its_tiny_form(
+    module: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_quickly(module, WITH_RAY[module], monkeypatch)
+    assert "| " in capsys.readouterr().out, "it prints a table"
+
+
+def test_every_command_of_a_page_has_a_tiny_form_that_a_test_runs() -> None:
+    """Compare with what the pages and the Makefile say; `specserve` has tests of its own."""
+    known = {*IN_PROCESS, *WITH_RAY, *ELSEWHERE, *NO_TINY_FORM}
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in MEASURED.glob("*.md"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    quoted = set(re.findall(r"python -m ((?:lab|tests)\.[a-z_.]+)", pages))
+    for target in set(re.findall(r"`make ([a-z-]+)", pages)):
+        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+        quoted |= set(re.findall(r"-m ((?:lab|tests)\.[a-z_.]+)", recipe[1])) if recipe else set()
+    assert quoted
+    assert quoted <= known

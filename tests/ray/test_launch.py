@@ -1,0 +1,173 @@
+"""`specserve serve` as a process: what it prints, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+from rich.console import Console
+
+from specserve.cluster import launch
+from specserve.config.tree import Config, config_from_keys
+from specserve.errors import ConfigError, Unavailable
+from tests.support.processes import own_processes
+from tests.support.ray_server import free_port
+
+PATIENCE_S = 300.0  # on two otherwise idle cores it takes some 25 s
+
+
+def serve(*arguments: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "specserve",
+        "serve",
+        "--set",
+        "target.threads=1",
+        "--set",
+        "draft.threads=1",
+        "--set",
+        "demo.size=none",
+        *arguments,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith(beginning):
+            return lines
+    assert process.stderr is not None
+    raise AssertionError(f"no line begins with {beginning!r}: {lines} {process.stderr.read()}")
+
+
+def own_files() -> set[Path]:
+    """Return what servers keep in /tmp; tests that run beside these have files of other names."""
+    return set(Path("/tmp").glob("specserve-*")) - set(Path("/tmp").glob("specserve-gpu-*"))
+
+
+def titles(processes: list[psutil.Process]) -> list[str]:
+    """Return names and command lines of those that still run."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"{process.name()} {' '.join(process.cmdline())}")
+    return found
+
+
+def models(port: int) -> list[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
+        return [model["id"] for model in json.load(answer)["data"]]
+
+
+@pytest.mark.long
+def test_a_signal_ends_one_of_two_servers_and_the_other_when_it_gets_one() -> None:
+    """Start two servers without engines at the same time, each on a Ray of its own."""
+    ports, before = (free_port(), free_port()), own_files()
+    # An engine would be started by the first request.
+    empty = ("--set", "replicas.min=0", "--set", "replicas.upscale_delay_s=20")
+    first, second = (serve("--port", str(port), *empty) for port in ports)
+    try:
+        for process in (first, second):
+            lines_until(process, "curl ")
+        first.send_signal(signal.SIGINT)
+        _, errors = first.communicate(timeout=40)
+        assert (first.returncode, "Traceback" in errors) == (0, False)
+        assert models(ports[1]) == ["demo"]
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=40)
+        assert second.returncode == 0
+        assert own_files() <= before
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
+def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
+    port, before = free_port(), own_files()
+    process = serve("--port", str(port))
+    try:
+        lines = lines_until(process, "curl ")
+        assert f"ready http://127.0.0.1:{port}" in lines
+        body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 4}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        started = own_processes(process.pid)
+        # Other tests may start servers at the same time: this one's is named by its proxy.
+        words = " ".join(titles(started))
+        directories = [path for path in own_files() - before if str(path) in words]
+        assert len(directories) == 1
+        assert any("TargetWorker" in title for title in titles(started))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=40)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert alive == []
+        assert not directories[0].exists()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
+        (["--set", "target.device=cuda"], "needs 1 GPU (target-0 1), the cluster has 0"),
+        (
+            ["--set", "speculation.gama=3"],
+            "unknown key speculation.gama; did you mean speculation.gamma?",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(
+        timeout=PATIENCE_S
+    )
+    assert process.returncode == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("join", [None, "127.0.0.1:1"])
+def test_a_place_that_cannot_be_served_at_is_said_before_a_process_is_forked(
+    join: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Config) -> NoReturn:
+        raise AssertionError("the models' files are checked already")
+
+    monkeypatch.setattr(launch, "checkpoint_check", fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = config_from_keys({"http.port": taken.getsockname()[1]})
+        with pytest.raises((ConfigError, Unavailable), match=r"cannot listen|no Ray cluster"):
+            launch.serve_until_ended(config, print, Console(), join=join)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _, errors = (process := serve("--port", str(port))).communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in errors
