@@ -26,7 +26,7 @@ RECORDED = ROOT / ".pytest_cache" / "v" / "seconds"
 """Where pytest keeps the seconds of the files that ran with `--record-seconds`."""
 
 FOLDERS = {
-    "ray": ("ray", "ray_llm", "cluster/test_prefill_engines.py"),
+    "ray": ("ray", "ray_llm"),
     "card": ("card", "gpu"),
     "proofs": ("proofs", "families"),
     "forms": ("lab", "chaos", "docs/test_blocks.py"),

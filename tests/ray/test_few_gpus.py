@@ -18,8 +18,6 @@ from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 from tests.support.ray_server import served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 PROMPT = "import os\n"
 KEYS: dict[str, object] = {
     "target.threads": 1,
