@@ -1,4 +1,4 @@
-"""Distributed speculative decoding: LLM serving several times faster, with the same output."""
+"""LLM serving on Ray with exact, distributed speculative decoding."""
 
 from __future__ import annotations
 
