@@ -11,6 +11,7 @@ from transformers import Phi3Config
 
 from specserve.errors import ConfigError, NoShardingPlan, TooLittleMemory
 from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
+from specserve.models.linear_kernels import linear_kernel
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.network import LLAMA_SHAPED, LibraryNetwork
@@ -126,6 +127,7 @@ def test_on_cpu_attention_is_invariant_unless_another_is_chosen(
 def test_the_default_dtype_is_bf16_where_the_cpu_has_it(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype
 ) -> None:
+    linear_kernel("onednn")  # chosen once, by what the processor really has
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
     runner = open_quickly(llama).runner
     assert runner.cache.keys[0].dtype == dtype

@@ -102,6 +102,7 @@ class PacerLike(Protocol):
         *,
         draft_seconds: float,
         verify_seconds: float,
+        round_seconds: float | None = None,
     ) -> None: ...
 
 
@@ -124,6 +125,7 @@ class RandomPacer:
         *,
         draft_seconds: float,
         verify_seconds: float,
+        round_seconds: float | None = None,
     ) -> None:
         pass
 

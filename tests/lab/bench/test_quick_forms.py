@@ -20,6 +20,7 @@ IN_PROCESS = {
     "lab.bench.engine": (),
     "lab.bench.first_token": (),
     "lab.bench.fleet": (),
+    "lab.bench.host": (),
     "lab.bench.linears": (),
     "lab.bench.link": (),
     "lab.bench.masks": (),
