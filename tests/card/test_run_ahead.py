@@ -81,7 +81,7 @@ def write_workload(model: TargetModel, seed: int) -> list[list[int]]:
             elif event < 0.06:  # preempted: recomputed from nothing
                 model.release([text.seq_id])
                 text.cached = 0
-            elif event < 0.08:  # the same after a pass that failed: nobody has released it
+            elif event < 0.08:  # the same after a pass that failed, and not released
                 text.cached = 0
         running = [text for text in texts.values() if rng.random() < 0.95]
         steps = []
