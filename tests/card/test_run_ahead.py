@@ -133,28 +133,25 @@ def test_next_pass_is_enqueued_before_the_last_is_read(checkpoint: Path, order: 
     assert order == ["pass", "pass", *("pass", "read") * 3]
 
 
-def test_sequence_that_ends_is_not_run_past_its_context(checkpoint: Path) -> None:
+def test_sequence_that_fills_its_context_is_not_run_past_it(checkpoint: Path) -> None:
     with emulated_cards():
         model = target(open_runner(checkpoint, pages=70), runs_ahead=True)
-        text = Text(0, [5] * (checkpoints.CONTEXT - 2), Policy(WARPS[0], "block", 1, 3))
-        while len(text.tokens) < checkpoints.CONTEXT:
-            text.commit(*model.verify([text.step()]))
+        text = Text(0, [5] * checkpoints.CONTEXT, Policy(WARPS[0], "block", 1, 3))
+        text.commit(*model.verify([text.step()]))
+        assert model.runner.cache.length(0) == checkpoints.CONTEXT
 
 
 def test_room_of_a_pass_that_is_not_continued_is_free_again(checkpoint: Path) -> None:
     with emulated_cards():
-        runner = open_runner(checkpoint, pages=4)
+        runner = open_runner(checkpoint, pages=6)
         model = target(runner, runs_ahead=True)
-        one, other = (Text(i, [5] * 31, Policy(WARPS[0], "block", 1, 31)) for i in range(2))
-        for text, verdict in zip(
-            (one, other), model.verify([one.step(), other.step()]), strict=True
-        ):
+        texts = [Text(i, [5] * 32, Policy(WARPS[0], "block", 1, 32)) for i in range(2)]
+        verdicts = model.verify([text.step() for text in texts])
+        for text, verdict in zip(texts, verdicts, strict=True):
             text.commit(verdict)
-        assert runner.cache.num_free == 0, "31 positions of each, and one ahead"
-        one.commit(*model.verify([one.step()]))  # the 32nd; no page is free for the 33rd
-        model.release([1])
-        one.commit(*model.verify([one.step()]))
-        assert runner.cache.num_used == 3
+        assert runner.cache.num_free == 0, "two pages of each, and one ahead"
+        texts[0].commit(*model.verify([texts[0].step()]))
+        assert runner.cache.num_free == 1, "that of the other, which waits"
 
 
 def test_another_token_than_the_one_written_ahead_is_computed(checkpoint: Path) -> None:
