@@ -25,7 +25,7 @@ class Server:
         self.messages, self.sent = list(messages), list[Message]()
         self.is_closed = False
 
-    def receive(self, timeout_s: float | None, *, spin_s: float) -> Message:
+    def receive(self, timeout_s: float | None = None, *, spin_s: float) -> Message:
         return self.messages.pop(0)
 
     def send(self, message: Message) -> None:

@@ -14,7 +14,12 @@ import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
-from specserve.models.checkpoints.load import num_bytes_saved_by_rounding, num_held_bytes
+from specserve.models.checkpoints.load import (
+    check_can_round,
+    num_bytes_saved_by_rounding,
+    num_held_bytes,
+    read_config,
+)
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.device_formats import (
@@ -211,6 +216,8 @@ def _as_kept(
     round_to: str | None,
 ) -> MemoryShare:
     """Return the share of one of `ranks` that hold quantised weights as they are, if they do."""
+    if round_to is not None:
+        check_can_round(model, read_config(model))
     if keeps is None:
         return share
     if round_to is not None:
