@@ -152,12 +152,15 @@ def test_flashinfer_that_ignores_a_scale_is_not_used(
         find = flashinfer_attention.find_flashinfer
 
         def without_scale(device: torch.device) -> Any:
-            class Wrapper(find(device)):  # type: ignore[misc]
-                def run(self, q: Tensor, pools: Any, **scales: float) -> Tensor:
-                    out: Tensor = super().run(q, pools, k_scale=scales.get("k_scale"))
-                    return out
+            def make_wrapper(*arguments: Any, **options: Any) -> Any:
+                wrapper = find(device)(*arguments, **options)
+                run = wrapper.run
+                wrapper.run = lambda q, pools, **scales: run(
+                    q, pools, k_scale=scales.get("k_scale")
+                )
+                return wrapper
 
-            return Wrapper
+            return make_wrapper
 
         monkeypatch.setattr(flashinfer_attention, "find_flashinfer", without_scale)
         open_model(stated, options(attention="auto"))

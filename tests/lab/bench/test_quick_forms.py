@@ -57,6 +57,7 @@ ELSEWHERE = {
     "lab.bench.ranks": "tests/lab/bench/test_ranks.py",
     "lab.bench.ray_llm": "tests/ray_llm/test_behind_ray_llm.py: vLLM has its own Python",
     "lab.bench.shared_weights": "tests/lab/bench/test_shared_weights.py",
+    "tests.gpu": "tests/gpu/test_rehearsal.py: each of its steps on an emulated card",
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
     "tests.chaos.network": "tests/chaos/test_network.py",
 }
