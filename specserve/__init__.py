@@ -10,9 +10,9 @@ from specserve.processor import cap_onednn
 from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from specserve.async_llm import AsyncLLM
-    from specserve.llm import LLM, Output
-    from specserve.ray_llm import open_ray_llm
+    from specserve.llm.async_llm import AsyncLLM
+    from specserve.llm.llm import LLM, Output
+    from specserve.llm.ray_llm import open_ray_llm
 
 cap_onednn()  # in every process that computes: all import this before their first product
 
@@ -35,15 +35,15 @@ def __getattr__(name: str) -> object:
     They import torch, which takes seconds; the config and the types alone do not need it.
     """
     if name in ("LLM", "Output"):
-        from specserve import llm
+        from specserve.llm import llm
 
         return getattr(llm, name)
     if name == "AsyncLLM":
-        from specserve.async_llm import AsyncLLM
+        from specserve.llm.async_llm import AsyncLLM
 
         return AsyncLLM
     if name == "open_ray_llm":
-        from specserve.ray_llm import open_ray_llm
+        from specserve.llm.ray_llm import open_ray_llm
 
         return open_ray_llm
     raise AttributeError(f"module 'specserve' has no attribute {name!r}")

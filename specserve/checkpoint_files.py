@@ -15,11 +15,14 @@ from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.pool import pool_sharers
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig, TargetConfig
 from specserve.drafters.ngram.tables import load_tables
-from specserve.drafters.translated.translation import TokenTranslation
 from specserve.errors import TokenizerMismatch, UnsupportedModel
-from specserve.models.adapters.files import AdapterFiles, read_adapter
-from specserve.models.adapters.layers import adaptable_layers
-from specserve.models.adapters.store import adapter_bytes, require_room_for
+from specserve.features.adapters.files import AdapterFiles, read_adapter
+from specserve.features.adapters.layers import adaptable_layers
+from specserve.features.adapters.store import adapter_bytes, require_room_for
+from specserve.features.eagle.checkpoint import require_eagle_for
+from specserve.features.eagle.heads import require_heads_for
+from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary, make_translation
+from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import (
     check_can_round,
@@ -28,12 +31,9 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device, resolve_dtype
-from specserve.models.eagle.checkpoint import require_eagle_for
-from specserve.models.heads import require_heads_for
 from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
-from specserve.token_translation import SharedVocabulary, make_translation
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from specserve.flashinfer_kernels import (
     missing_for_compiling,
     prepare,
 )
-from specserve.models import flashinfer_attention
-from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
-from specserve.models.flashinfer_plans import LayerKind, PageLists, Plan
+from specserve.models.gpu import flashinfer_attention
+from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, find_flashinfer
+from specserve.models.gpu.flashinfer_plans import LayerKind, PageLists, Plan
 from specserve.tools.doctor import machine
 from specserve.tools.doctor.findings import Grade
 

@@ -43,8 +43,8 @@ def test_a_public_class_name_stands_in_one_module_only() -> None:
         ("truncate", "specserve/models/cache.py"),
         ("block table", "specserve/models/cache.py"),
         ("KV cache", "specserve/models/cache.py"),
-        ("backoff", "specserve/cluster/supervisor.py"),
-        ("encoder input", "specserve/models/encoder_cache.py"),
+        ("backoff", "specserve/cluster/engine/supervisor.py"),
+        ("encoder input", "specserve/features/encoder_decoder/encoder_cache.py"),
     ],
 )
 def test_the_field_s_words_are_found_where_they_are_implemented(word: str, file: str) -> None:

@@ -33,8 +33,8 @@ from lab.bench.drafters.alpha import RecordingDrafter
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import standard_library
-from specserve.inprocess import open_parts
-from specserve.llm import LLM, Output
+from specserve.llm.inprocess import open_parts
+from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
 from specserve.types import Proposal
 

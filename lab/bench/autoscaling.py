@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+from lab.simulate.load import Arrival
+from lab.simulate.pass_times import LinearPassTime
+from lab.simulate.run import SimulationResult, simulate
+from lab.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.config.tree import config_from_keys
 from specserve.engine.first_tokens import BUCKET_RATIO, MAX_LATE_SHARE
-from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.pass_times import LinearPassTime
-from specserve.tools.simulate.run import SimulationResult, simulate
-from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 
 TARGET_TTFT_S = 1.0
 START_S = 60.0

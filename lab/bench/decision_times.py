@@ -25,15 +25,15 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest
 
 from lab.bench.coordinator_overhead import measure as measure_rounds
-from specserve.cluster import autoscaling
-from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
-from specserve.cluster.request_router import CACHED_TOKENS, PrefixRequestRouter
+from lab.simulate.deployment import ScalingContext
+from specserve.cluster.board import autoscaling
+from specserve.cluster.gateway.prefix_affinity import EngineState, PrefixAffinity
+from specserve.cluster.gateway.request_router import CACHED_TOKENS, PrefixRequestRouter
 from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
-from specserve.drafters.pool.drafter import EngineRound, PooledDrafter
-from specserve.drafters.pool.shares import CacheShares
+from specserve.features.draft_pools.drafter import EngineRound, PooledDrafter
+from specserve.features.draft_pools.shares import CacheShares
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.pools import pool_advice
-from specserve.tools.simulate.deployment import ScalingContext
 from specserve.types import DraftStep, Policy, PreparedProposal, Proposal, Request, Warp
 
 PROMPT = 1024

@@ -29,7 +29,7 @@ from lab.bench.meters import (
 )
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.checkpoints.weights import num_stored_parameters
 from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray import serve
 
+from specserve.cluster.board.status_board import ENGINE, EngineInfo, ReplicaReport, report_forever
 from specserve.cluster.placement import Bundle
-from specserve.cluster.status_board import ENGINE, EngineInfo, ReplicaReport, report_forever
 from specserve.cluster.transport.chunk_stream import ChunkSender
 from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.config.tree import Config

@@ -24,7 +24,7 @@ from lab.bench.pipeline import widen_demo_target
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine import Coordinator
-from specserve.inprocess import open_parts
+from specserve.llm.inprocess import open_parts
 from specserve.types import Chunk, Request, Speculation, Warp
 
 log = logging.getLogger(__name__)

@@ -40,10 +40,10 @@ from lab.bench.fleet_parts import (
     plain_rate,
     scenario_of,
 )
+from lab.simulate.period import PeriodResult
+from lab.simulate.run import simulate
+from lab.simulate.statistics import Quantiles
 from specserve.tools.bench.report import machine
-from specserve.tools.simulate.period import PeriodResult
-from specserve.tools.simulate.run import simulate
-from specserve.tools.simulate.statistics import Quantiles
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from lab.simulate.acceptance_model import AcceptanceConfig
+from lab.simulate.devices import HostConfig
+from lab.simulate.load import Arrival, LengthsConfig, LoadConfig, arrivals
+from lab.simulate.pass_times import RooflinePassTime
+from lab.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.config.tree import config_from_keys
-from specserve.tools.simulate.acceptance_model import AcceptanceConfig
-from specserve.tools.simulate.devices import HostConfig
-from specserve.tools.simulate.load import Arrival, LengthsConfig, LoadConfig, arrivals
-from specserve.tools.simulate.pass_times import RooflinePassTime
-from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 
 PAGE_SIZE = 16
 PROMPT = LengthsConfig(kind="lognormal", tokens=512, low=64, high=2048, sigma=0.5)

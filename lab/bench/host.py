@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import config_from_keys
-from specserve.inprocess import open_parts
-from specserve.local_engine import LocalEngine
-from specserve.models.flashinfer_attention import UNDIVIDED
+from specserve.llm.inprocess import open_parts
+from specserve.llm.local_engine import LocalEngine
+from specserve.models.gpu.flashinfer_attention import UNDIVIDED
 from specserve.models.layout import Layout
 from specserve.models.planner import Planner
 from specserve.models.runner import Runner

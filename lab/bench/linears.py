@@ -20,13 +20,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from specserve.models.linear_kernels import (
+from specserve.models.cpu.linear_kernels import (
     LinearKernel,
     OneDnnKernel,
     linear_kernel,
     missing_for_compiled,
 )
-from specserve.models.mapped_file import tensor_address
+from specserve.models.cpu.mapped_file import tensor_address
 from specserve.models.memory import keep_freed_memory, use_huge_pages
 from specserve.tools.bench.report import machine
 

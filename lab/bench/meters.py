@@ -15,7 +15,7 @@ import torch
 
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.registry import OpenDrafter
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.memory import use_huge_pages
 from specserve.models.target import TargetModel
 

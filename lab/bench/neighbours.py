@@ -26,7 +26,7 @@ import psutil
 from lab.bench.meters import models_of
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
 from specserve.types import Policy, VerifyStep, Warp

@@ -27,7 +27,7 @@ from lab.bench.gamma_plot import CHOICES, Rates, in_turn, plot, table
 from lab.bench.pipeline import widen_demo_target
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.sampling_params import Sampling
 
 log = logging.getLogger(__name__)

@@ -20,24 +20,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
 
-from specserve.cluster.long_lived import freeze_objects
-from specserve.cluster.pool_worker import PoolWorker
-from specserve.cluster.remote import RemoteDrafter
+from lab.simulate.acceptance_model import VOCAB, AcceptanceConfig, AcceptanceModel
+from lab.simulate.clock import DeviceClock
+from lab.simulate.devices import HostConfig, SimulatedTarget
+from lab.simulate.draft_model import SimulatedDraftModel
+from lab.simulate.pass_times import LinearPassTime, PassTime
+from lab.simulate.pool import EngineTexts
+from specserve.cluster.engine.long_lived import freeze_objects
+from specserve.cluster.engine.remote import RemoteDrafter
 from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.cluster.transport.link import Client
 from specserve.config.tree import config_from_keys
 from specserve.drafters.branches import Fanout
-from specserve.drafters.pool.shares import engine_of
 from specserve.drafters.registry import OpenDrafter
 from specserve.engine import Coordinator
 from specserve.engine.trace import Round
+from specserve.features.draft_pools.shares import engine_of
+from specserve.features.draft_pools.worker import PoolWorker
 from specserve.tools.bench.report import machine
-from specserve.tools.simulate.acceptance_model import VOCAB, AcceptanceConfig, AcceptanceModel
-from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.devices import HostConfig, SimulatedTarget
-from specserve.tools.simulate.draft_model import SimulatedDraftModel
-from specserve.tools.simulate.pass_times import LinearPassTime, PassTime
-from specserve.tools.simulate.pool import EngineTexts
 from specserve.types import Chunk, ModelInfo, Request, Warp
 
 VERIFY_S = 0.030
@@ -47,10 +47,10 @@ MAX_BUSY = 0.7
 GOAL = 0.95
 HOST = "127.0.0.1"
 IMPORTED_ONCE = (
-    "specserve.cluster.pool_worker",
+    "specserve.features.draft_pools.worker",
     "specserve.drafters.registry",
     "specserve.engine",
-    "specserve.tools.simulate.pool",
+    "lab.simulate.pool",
 )
 
 

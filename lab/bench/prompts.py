@@ -26,7 +26,7 @@ import torch
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine import Coordinator
-from specserve.inprocess import open_parts
+from specserve.llm.inprocess import open_parts
 from specserve.models.checkpoints.widen import inflate
 from specserve.types import Chunk, Request, Warp
 

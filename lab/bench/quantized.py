@@ -27,7 +27,7 @@ from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.widen import inflate
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.tools.bench.report import machine
 
 PARAMETERS = 200_000_000

@@ -73,7 +73,7 @@ def llm_configs(target: Path, draft: Path) -> Mapping[str, Mapping[str, Any]]:
     return {
         OURS: {
             "model_loading_config": {**loading, "model_id": "ours"},
-            "server_cls": "specserve.cluster.serve_llm:SpecserveServer",
+            "server_cls": "specserve.features.ray_serve_llm.server:SpecserveServer",
             "deployment_config": deployment,
             "engine_kwargs": {
                 "target.threads": cores,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from specserve.cluster.group import WorkerGroup
+from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator

@@ -25,7 +25,7 @@ from lab.bench.fake_engine import TOKENS_PER_CHUNK, PacedEngine
 from specserve.cluster.launch import deploy, handle
 from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import DEMO, config_from_keys
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
 from specserve.tools.bench.streams import Stream, stream

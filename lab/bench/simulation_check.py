@@ -14,15 +14,15 @@ from statistics import mean, median
 import numpy as np
 
 from lab.bench.rig import LoopRun, Rig
+from lab.simulate.acceptance_model import AcceptanceConfig
+from lab.simulate.devices import HostConfig
+from lab.simulate.fit import MeasuredPass, fit_pass_time
+from lab.simulate.load import Arrival
+from lab.simulate.run import simulate
+from lab.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.config.tree import config_from_keys
 from specserve.engine.budget import TokenBudget
 from specserve.engine.trace import Round
-from specserve.tools.simulate.acceptance_model import AcceptanceConfig
-from specserve.tools.simulate.devices import HostConfig
-from specserve.tools.simulate.fit import MeasuredPass, fit_pass_time
-from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.run import simulate
-from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.types import Curve, Request
 
 STREAMS = (1, 4, 8, 32)

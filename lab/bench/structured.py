@@ -20,7 +20,7 @@ from lab.bench.schemas import LEVELS, Schema, make_schema
 from specserve import LLM
 from specserve.errors import BadValue
 from specserve.grammar.validate import validate_grammar
-from specserve.llm import Output
+from specserve.llm.llm import Output
 from specserve.sampling_params import Sampling
 from specserve.types import FinishReason, Grammar
 

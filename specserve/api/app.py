@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.access import ClientAccess
-from specserve.api.adapter_loading import LOAD, UNLOAD, AdapterLoading
 from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
 from specserve.api.metering import RequestMetrics
@@ -39,6 +38,7 @@ from specserve.api.schema import Error
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
 from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
+from specserve.features.adapters.loading import LOAD, UNLOAD, AdapterLoading
 from specserve.metrics import Registry
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess, may_ask_full_engines
-from specserve.api.adapter_loading import LOAD, UNLOAD
 from specserve.api.client_address import client_address
 from specserve.api.keys import ADAPTERS, GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
@@ -30,6 +29,7 @@ from specserve.api.refusal import (
     log_redacted,
 )
 from specserve.errors import Overloaded, RateLimited, Unavailable
+from specserve.features.adapters.loading import LOAD, UNLOAD
 
 log = logging.getLogger(__name__)
 

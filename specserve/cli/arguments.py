@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from lab.papers.options import add_arguments as add_reproduce
 from specserve import __version__
 from specserve.cli.completion import SHELLS
 from specserve.cli.examples import epilog, overview
@@ -19,7 +20,6 @@ from specserve.host_memory import available_memory
 from specserve.tools import count_ngrams
 from specserve.tools.bench.options import add_options as add_bench
 from specserve.tools.plan.options import add_arguments as add_plan
-from specserve.tools.reproduce.options import add_arguments as add_reproduce
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 SHORT_NAMES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from lab.papers.options import TABLES
 from specserve.config.fields import all_keys
 from specserve.config.tree import DRAFT_KINDS, Config
-from specserve.tools.reproduce.options import TABLES
 from specserve.types import VERIFIERS
 
 SHELLS = ("bash", "zsh", "fish")

@@ -36,7 +36,7 @@ from specserve.tools.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from specserve.checkpoint_files import Checkpoints
-    from specserve.llm import Output
+    from specserve.llm.llm import Output
 
 Command = Callable[[argparse.Namespace], int | None]  # an exit code, or None for 0
 
@@ -143,7 +143,7 @@ def tables(options: argparse.Namespace) -> None:
 
 def heads(options: argparse.Namespace) -> None:
     """Train draft heads for a target."""
-    from specserve.tools.train_heads import fit  # late, as below
+    from specserve.features.eagle.train_heads import fit  # late, as below
 
     out, sizes = (
         options.out,
@@ -156,7 +156,7 @@ def heads(options: argparse.Namespace) -> None:
 
 def eagle(options: argparse.Namespace) -> None:
     """Train an EAGLE-3 head for a target."""
-    from specserve.tools.train_eagle import train  # late, as below
+    from specserve.features.eagle.train import train  # late, as below
 
     with ProgressBar(sys.stderr) as bar:
         summary = train(
@@ -213,7 +213,7 @@ def plan(options: argparse.Namespace) -> None:
 
 def reproduce(options: argparse.Namespace) -> None:
     """Reproduce the tables and figures of the papers beside the originals."""
-    from specserve.tools.reproduce.command import reproduce as make_page
+    from lab.papers.command import reproduce as make_page
 
     with ProgressBar(sys.stderr) as bar:
         page = make_page(options, bar)
@@ -222,7 +222,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
 def simulate(options: argparse.Namespace) -> None:
     """Simulate the engine on other devices, loads and numbers of replicas."""
-    from specserve.tools.simulate.report import run_study
+    from lab.simulate.report import run_study
 
     with ProgressBar(sys.stderr) as bar:
         report = run_study(options.config, report_progress=bar)
@@ -291,7 +291,7 @@ def _generate(
         _require_writable(trace)  # before minutes are spent on a trace that cannot be saved
     with quick_start(config):
         from specserve.engine.trace import TraceJournal  # late, like torch
-        from specserve.llm import LLM
+        from specserve.llm.llm import LLM
         from specserve.metrics import Registry
 
     journal = None if trace is None else TraceJournal(Registry())

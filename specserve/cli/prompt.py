@@ -9,7 +9,7 @@ from specserve.errors import BadValue, EmptyPrompt, TooLong
 
 if TYPE_CHECKING:
     from specserve.checkpoint_files import Checkpoints
-    from specserve.llm import Output
+    from specserve.llm.llm import Output
 
 
 def check_text(prompt: str) -> None:

@@ -44,7 +44,7 @@ def quick_exit(code: int) -> NoReturn:
 
 
 def _compile(config: Config) -> None:
-    from specserve.models.linear_kernels import compile_ahead
+    from specserve.models.cpu.linear_kernels import compile_ahead
 
     if config.weights.kernel != "onednn" and config.target.device in ("auto", "cpu"):
         compile_ahead()

@@ -17,9 +17,16 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
-from specserve.cluster.autoscaling import first_token_policy, gateway_policy, policy, pool_policy
+from specserve.cluster.board.autoscaling import (
+    first_token_policy,
+    gateway_policy,
+    policy,
+    pool_policy,
+)
+from specserve.cluster.board.placement_watch import PlacementWatch
+from specserve.cluster.board.status_board import Board
 from specserve.cluster.deployments import Engine, Gateway
-from specserve.cluster.draft_pool import DraftPool, pool_deployment_name
+from specserve.cluster.gateway.request_router import REPORT_EVERY_S, PrefixRequestRouter
 from specserve.cluster.logs import logging_config
 from specserve.cluster.model_paths import require_local_models
 from specserve.cluster.placement import (
@@ -31,13 +38,11 @@ from specserve.cluster.placement import (
     pool_bundles,
     with_drafts_that_fit,
 )
-from specserve.cluster.placement_watch import PlacementWatch
-from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
-from specserve.cluster.status_board import Board
 from specserve.config.hub_models import unpinned_models
 from specserve.config.pool import pool_sharers, shared_draft_config
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 from specserve.errors import SpecserveError
+from specserve.features.draft_pools.deployment import DraftPool, pool_deployment_name
 
 log = logging.getLogger(__name__)
 

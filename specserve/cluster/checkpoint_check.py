@@ -10,8 +10,8 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 
-from specserve.cluster import fork_server
-from specserve.cluster.worker_host import modelling_modules
+from specserve.cluster.engine import fork_server
+from specserve.cluster.engine.worker_host import modelling_modules
 from specserve.config.pool import pool_sharers
 from specserve.config.tree import Config
 from specserve.errors import Unavailable

@@ -13,17 +13,9 @@ from ray import serve
 
 from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
-from specserve.cluster.autoscaling import CPU_METRIC, autoscaling_stats
-from specserve.cluster.cpu_share import CpuShare
-from specserve.cluster.logs import join_serve
-from specserve.cluster.long_lived import freeze_objects
-from specserve.cluster.placement import Bundle
-from specserve.cluster.releases import await_gateways, model_of
-from specserve.cluster.replicas import EngineReplicas
-from specserve.cluster.reply_streams import ReplyStreams
-from specserve.cluster.request_router import CACHED_TOKENS, PROTOCOL, RESTARTS
-from specserve.cluster.running_engine import RunningEngine
-from specserve.cluster.status_board import (
+from specserve.cluster.board.autoscaling import CPU_METRIC, autoscaling_stats
+from specserve.cluster.board.releases import await_gateways, model_of
+from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
     EngineInfo,
@@ -31,6 +23,14 @@ from specserve.cluster.status_board import (
     ReplicaReport,
     report_forever,
 )
+from specserve.cluster.cpu_share import CpuShare
+from specserve.cluster.engine.long_lived import freeze_objects
+from specserve.cluster.engine.reply_streams import ReplyStreams
+from specserve.cluster.engine.running_engine import RunningEngine
+from specserve.cluster.gateway.replicas import EngineReplicas
+from specserve.cluster.gateway.request_router import CACHED_TOKENS, PROTOCOL, RESTARTS
+from specserve.cluster.logs import join_serve
+from specserve.cluster.placement import Bundle
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config

@@ -263,9 +263,9 @@ def _report_until_running(say: Say, config: Config, *, may_wait: bool) -> None:
     Raises the error for which it failed. Raises ConfigError if a bundle finds no node, which is
     only reported if it `may_wait`.
     """
+    from specserve.cluster.board.placement_watch import PlacementWatch
     from specserve.cluster.node_resources import cluster_resources
     from specserve.cluster.placement import with_drafts_that_fit
-    from specserve.cluster.placement_watch import PlacementWatch
 
     fitted = with_drafts_that_fit(config, num_gpus=cluster_resources().num_gpus)
     watch, reported = PlacementWatch(fitted), ""

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specserve.cluster import header_encoding
 from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
+from specserve.cluster.gateway import header_encoding
 from specserve.cluster.placement import (
     GATEWAY_CPUS,
     Bundle,

@@ -15,19 +15,19 @@ from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter, never
 from specserve.drafters.branches import Fanout
-from specserve.drafters.cascade.build import build_stages
-from specserve.drafters.cascade.drafter import CascadeDrafter
-from specserve.drafters.cascade.stages import PassCounter, StageDrafter
 from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
-from specserve.drafters.eagle import EagleDrafter
-from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.tables import TrainableTable
-from specserve.drafters.translated.runner import TranslatedRunner
-from specserve.drafters.translated.translation import TokenTranslation
+from specserve.features.cascade.build import build_stages
+from specserve.features.cascade.drafter import CascadeDrafter
+from specserve.features.cascade.stages import PassCounter, StageDrafter
+from specserve.features.eagle.drafter import EagleDrafter
+from specserve.features.eagle.heads_drafter import HeadsDrafter
+from specserve.features.layer_skip.drafter import LayerSkipDrafter
+from specserve.features.other_tokenizer.runner import TranslatedRunner
+from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.hidden_states import HiddenStates

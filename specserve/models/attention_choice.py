@@ -16,9 +16,9 @@ from specserve.models.attention import (
     sdpa_kernel,
 )
 from specserve.models.checkpoints.load import LoadedModel
+from specserve.models.cpu.linear_kernels import CompiledKernel, linear_kernel
 from specserve.models.device_formats import runs_compiled
-from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
-from specserve.models.linear_kernels import CompiledKernel, linear_kernel
+from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, open_flashinfer
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def open_attention(
             return GroupedAttention(sdpa_kernel)
     if name != "compiled":
         return GroupedAttention(KERNELS[name])
-    from specserve.models.compiled_attention import CompiledAttention, fits
+    from specserve.models.cpu.compiled_attention import CompiledAttention, fits
 
     compiled = linear_kernel(kernel)
     assert isinstance(compiled, CompiledKernel)

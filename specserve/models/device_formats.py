@@ -15,9 +15,9 @@ from specserve.models.checkpoints.load import is_encoder_decoder, read_config
 from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.checkpoints.quantized.page_scales import states_float8_pages
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes
-from specserve.models.float8_kernels import float8_fault
+from specserve.models.cpu.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
 from specserve.models.float8_weight import FLOAT8
-from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
+from specserve.models.gpu.float8_kernels import float8_fault
 
 log = logging.getLogger(__name__)
 

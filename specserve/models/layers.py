@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.models.card_kernels import card_kernels
-from specserve.models.float8_kernels import float8_product
+from specserve.models.cpu.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
+from specserve.models.cpu.mapped_file import tensor_address
+from specserve.models.cpu.row_invariance import row_invariant_kernel
 from specserve.models.float8_weight import Float8Weight, float8_of, join_float8
-from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
-from specserve.models.mapped_file import tensor_address
+from specserve.models.gpu.card_kernels import card_kernels
+from specserve.models.gpu.float8_kernels import float8_product
 from specserve.models.memory import use_huge_pages
-from specserve.models.row_invariance import row_invariant_kernel
 
 
 class LinearWeights(Protocol):

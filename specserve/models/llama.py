@@ -29,7 +29,7 @@ from specserve.models.layout import Layout
 from specserve.models.shard import GatheredHead, Shard
 
 if TYPE_CHECKING:
-    from specserve.models.compiled_layers import CompiledLayers
+    from specserve.models.cpu.compiled_layers import CompiledLayers
 
 
 class FusedNetwork:
@@ -244,7 +244,7 @@ def _compile(
     """Return these layers as compiled code; False if they are none that it takes."""
     if not layers or not layers[0].attention.rotates:  # as compiled attention alone does
         return False
-    from specserve.models.compiled_layers import CompiledLayers, can_compile
+    from specserve.models.cpu.compiled_layers import CompiledLayers, can_compile
 
     return CompiledLayers(layers, keys, values) if can_compile(layers) else False
 

@@ -21,7 +21,8 @@ from specserve.config.tree import (
     TargetConfig,
 )
 from specserve.errors import ConfigError
-from specserve.models.adapters.store import AdapterStore
+from specserve.features.adapters.store import AdapterStore
+from specserve.features.encoder_decoder.t5 import T5Network
 from specserve.models.attention import Attention
 from specserve.models.attention_choice import attention_name, open_attention
 from specserve.models.cache import PagedCache, num_spare_pages
@@ -41,6 +42,8 @@ from specserve.models.checkpoints.weights import (
     Codes,
     stored_tensors,
 )
+from specserve.models.cpu.linear_kernels import linear_kernel
+from specserve.models.cpu.shared_weights import open_shared_weights
 from specserve.models.device_formats import (
     FP8,
     codes_kept,
@@ -50,14 +53,14 @@ from specserve.models.device_formats import (
     resolve_dtype,
     resolve_page_dtype,
 )
-from specserve.models.flashinfer_attention import FlashInferAttention
 from specserve.models.float8_pages import PageScales
 from specserve.models.float8_weight import FLOAT8
-from specserve.models.graphs import GraphedNetwork, pad_to_bucket
+from specserve.models.gpu.flashinfer_attention import FlashInferAttention
+from specserve.models.gpu.graphs import GraphedNetwork, pad_to_bucket
+from specserve.models.gpu.largest_pass import LargestPass, largest_pass_bytes
+from specserve.models.gpu.row_graphs import RowGraphs
 from specserve.models.hidden_taps import HiddenTaps
-from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.linear_kernels import linear_kernel
 from specserve.models.memory import (
     free_memory,
     keep_freed_memory,
@@ -71,11 +74,8 @@ from specserve.models.network import (
     build_network,
     library_attention,
 )
-from specserve.models.row_graphs import RowGraphs
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
-from specserve.models.shared_weights import open_shared_weights
-from specserve.models.t5 import T5Network
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.adapters.store import AdapterStore, adapters_of
+from specserve.features.adapters.store import AdapterStore, adapters_of
+from specserve.features.encoder_decoder.encoder_cache import Encoder, EncoderCache
 from specserve.models.cache import Fork, PagedCache
-from specserve.models.encoder_cache import Encoder, EncoderCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
 from specserve.models.network import Network
 from specserve.models.planner import Planner, key_block_size

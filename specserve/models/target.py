@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
+from specserve.features.adapters.store import AdapterStore
+from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
-from specserve.models.adapters.store import AdapterStore
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_tokenizer, read_config
-from specserve.models.eagle.checkpoint import require_eagle_for
+from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
-from specserve.models.run_ahead import RunAhead
 from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
 from specserve.models.vocabulary_shares import PassLogits, VocabularyShares, chosen_on_shares

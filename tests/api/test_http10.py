@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.http_util import RequestIdMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.cluster.header_encoding import middlewares
+from specserve.cluster.gateway.header_encoding import middlewares
 from tests.support.http_server import TEXT, RunningServer, serving
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError, TooLittleMemory
-from specserve.models import float8_kernels
 from specserve.models.checkpoints.load import load_model, num_held_bytes
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.rounding import round_to_float8
 from specserve.models.checkpoints.weights import Codes
-from specserve.models.float8_kernels import float8_fault, float8_product, scale_rows
 from specserve.models.float8_weight import FLOAT8, Float8Weight, join_float8
+from specserve.models.gpu import float8_kernels
+from specserve.models.gpu.float8_kernels import float8_fault, float8_product, scale_rows
 from specserve.models.layers import Float8Linear
 from specserve.models.memory import require_room
 from specserve.models.model import ModelOptions, open_model

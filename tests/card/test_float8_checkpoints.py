@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.errors import TooLittleMemory, UnsupportedModel
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.checkpoints.load import load_model, num_held_bytes
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes
-from specserve.models.float8_kernels import ROWS
 from specserve.models.float8_weight import FLOAT8, Float8Weight, float8_of, join_float8
+from specserve.models.gpu.float8_kernels import ROWS
 from specserve.models.layers import Float8Linear
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.shard import Shard

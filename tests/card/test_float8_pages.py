@@ -16,11 +16,11 @@ from torch import Tensor
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.errors import ConfigError
-from specserve.llm import LLM
-from specserve.models import flashinfer_attention
+from specserve.llm.llm import LLM
 from specserve.models.cache import PagedCache
 from specserve.models.float8_pages import PageScales, to_float8
 from specserve.models.float8_weight import FLOAT8
+from specserve.models.gpu import flashinfer_attention
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.sampling_params import Sampling
 from specserve.tools.doctor import room

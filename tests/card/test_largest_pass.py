@@ -10,7 +10,7 @@ import torch
 
 from specserve.errors import TooLittleMemory
 from specserve.models import model as model_module
-from specserve.models.largest_pass import LargestPass, largest_pass_bytes
+from specserve.models.gpu.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.model import Model, ModelOptions, open_model
 from tests.support import checkpoints
 from tests.support.card import emulated_cards

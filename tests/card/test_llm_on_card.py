@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.sampling import truncation
 from specserve.sampling_params import Sampling
 from tests.support.card import emulated_cards, flashinfer

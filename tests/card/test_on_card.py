@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.errors import ConfigError
-from specserve.models import flashinfer_attention, graphs
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Weights
-from specserve.models.graphs import GraphedNetwork
+from specserve.models.gpu import flashinfer_attention, graphs
+from specserve.models.gpu.graphs import GraphedNetwork
 from specserve.models.llama import FusedLayer
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
@@ -235,7 +235,7 @@ def test_whole_model_is_loaded_onto_the_card_by_the_library(
 def test_flashinfer_needs_no_compiler_for_the_processor(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = [name for name in sys.modules if name.startswith("specserve.models.compiled")]
+    loaded = [name for name in sys.modules if name.startswith("specserve.models.cpu.compiled")]
     for name in ("llvmlite", "llvmlite.ir", *loaded):
         monkeypatch.setitem(sys.modules, name, None)
     with emulated_cards(), flashinfer.installed():

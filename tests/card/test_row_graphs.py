@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.models import flashinfer_attention
+from specserve.models.gpu import flashinfer_attention
+from specserve.models.gpu.row_graphs import RowGraphs, runs_sizes
 from specserve.models.llama import FusedLayer
 from specserve.models.model import ModelOptions, open_model
-from specserve.models.row_graphs import RowGraphs, runs_sizes
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.types import Step
@@ -146,7 +146,7 @@ def test_pass_of_more_pages_than_were_made_room_for_has_no_graph(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = logits(open_runner(checkpoint, "cpu"))
-    monkeypatch.setattr("specserve.models.row_graphs.MAX_LISTED_PAGES", 16)
+    monkeypatch.setattr("specserve.models.gpu.row_graphs.MAX_LISTED_PAGES", 16)
     with emulated_cards() as ledger:
         runner = open_runner(checkpoint, "cuda")
         assert isinstance(runner.network, RowGraphs)

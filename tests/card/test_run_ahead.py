@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from specserve.models.gpu.run_ahead import AheadPass
 from specserve.models.model import ModelOptions, open_model
-from specserve.models.run_ahead import AheadPass
 from specserve.models.runner import Runner
 from specserve.models.target import TargetModel
 from specserve.sampling.distribution import WarpBatch

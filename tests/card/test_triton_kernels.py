@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from specserve.models.attention import Rotation
-from specserve.models.card_kernels import card_kernels
+from specserve.models.gpu.card_kernels import card_kernels
 from tests.support.card import emulated_cards
 from tests.support.card.kernels import interpreted_kernels
 
@@ -79,7 +79,7 @@ def test_wrong_kernels_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with (
         emulated_cards(),
         interpreted_kernels(),
-        mock.patch("specserve.models.triton_kernels.gated", wrong),
+        mock.patch("specserve.models.gpu.triton_kernels.gated", wrong),
         caplog.at_level(logging.WARNING),
     ):
         assert card_kernels(CARD, torch.bfloat16) is None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from specserve.tools.bench.chaos.report import percentile_of
+from lab.chaos.report import percentile_of
 from specserve.tools.bench.streams import Stream
 
 HEAD = (

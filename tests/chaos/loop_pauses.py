@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from specserve.cluster.long_lived import freeze_objects
+from specserve.cluster.engine.long_lived import freeze_objects
 from tests.support import asgi
 from tests.support.http_server import TEXT, FakeService, app_over
 

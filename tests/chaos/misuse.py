@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from lab.chaos.report import percentile_of
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.report import percentile_of
 from specserve.tools.bench.streams import Stream
 from tests.chaos.overload import KEYS, RequestLog, counter, for_a_while, processes
 from tests.support.ray_server import served

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.report import lines
+from lab.chaos.faults import Fault
+from lab.chaos.report import lines
 from tests.chaos.relays import HUB_PORT, KINDS, PAIRS, RelayedEngine, RelayHub
 from tests.chaos.table import KEYS, add_outcomes_option, added, page, run_chaos
 from tests.support.ray_server import served

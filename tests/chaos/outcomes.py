@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specserve.tools.bench.chaos.check import CheckCounts
-from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.report import ChaosOutcome, table_row
+from lab.chaos.check import CheckCounts
+from lab.chaos.faults import Fault
+from lab.chaos.report import ChaosOutcome, table_row
 
 
 class OutcomeFile:

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from lab.chaos.report import percentile_of
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.report import percentile_of
 from specserve.tools.bench.prompts import CODE_PROMPTS
 from specserve.tools.bench.streams import Stream
 from tests.chaos.refusing_server import refusing_server

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specserve.cluster.deployments import Engine
+from specserve.cluster.engine.remote import RemoteDrafter, RemoteTarget
 from specserve.cluster.placement import Bundle
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget
 from specserve.cluster.transport import chunk_stream, link
 from specserve.cluster.transport.endpoint import Address, LinkTiming, Socket, connect
 from specserve.cluster.transport.link import Client

@@ -27,10 +27,10 @@ from typing import Any
 
 import yaml
 
+from lab.chaos.faults import Fault
+from lab.chaos.report import TABLE_HEAD, lines, table_row
+from lab.chaos.run import ChaosRun
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.report import TABLE_HEAD, lines, table_row
-from specserve.tools.bench.chaos.run import ChaosRun
 from tests.support.ray_server import free_port, ray_with_dashboard, serve_command
 from tests.support.wheel import LEFT_OUT, ROOT, build_tree, clean
 

@@ -1,6 +1,6 @@
 """`make chaos`: repeated faults in every role of a server under load, as a table of their effects.
 
-Slow: an hour or more. tests/tools/bench/test_chaos.py tests the faults and checks that it uses.
+Slow: an hour or more. tests/lab/chaos/test_chaos.py tests the faults and checks that it uses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from lab.chaos.faults import KILLED, Fault, find_pids
+from lab.chaos.report import TABLE_HEAD, ChaosOutcome, lines, table_row
+from lab.chaos.run import ChaosRun, FaultInjector, process_faults
 from specserve.cluster.app import application
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
 from specserve.config.tree import config_from_keys
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.faults import KILLED, Fault, find_pids
-from specserve.tools.bench.chaos.report import TABLE_HEAD, ChaosOutcome, lines, table_row
-from specserve.tools.bench.chaos.run import ChaosRun, FaultInjector, process_faults
 from tests.chaos.outcomes import OutcomeFile
 from tests.support.ray_server import served
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specserve.tools.bench.chaos.check import CheckCounts
-from specserve.tools.bench.chaos.faults import KILLED, Fault
-from specserve.tools.bench.chaos.report import ChaosOutcome
+from lab.chaos.check import CheckCounts
+from lab.chaos.faults import KILLED, Fault
+from lab.chaos.report import ChaosOutcome
 from tests.chaos.outcomes import OutcomeFile
 
 

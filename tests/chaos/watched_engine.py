@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.cluster.deployments import Engine
+from specserve.cluster.engine.reply_streams import Reply, ReplyStreams
 from specserve.cluster.placement import Bundle
-from specserve.cluster.reply_streams import Reply, ReplyStreams
 from specserve.cluster.transport import chunk_stream
 from specserve.cluster.transport.endpoint import Address, LinkTiming, Socket, connect
 from specserve.config.tree import Config

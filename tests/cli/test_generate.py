@@ -32,7 +32,7 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_to_open(*_: object, **__: object) -> None:
         pytest.fail("weights were read before the mistake was found")
 
-    monkeypatch.setattr("specserve.inprocess.open_target", refuse_to_open)
+    monkeypatch.setattr("specserve.llm.inprocess.open_target", refuse_to_open)
 
 
 def test_the_speed_and_the_worth_of_the_draft_go_to_stderr_and_the_text_alone_to_stdout(

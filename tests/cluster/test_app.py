@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specserve.cluster.app import BURST, application
-from specserve.cluster.autoscaling import gateway_policy
+from specserve.cluster.board.autoscaling import gateway_policy
 from specserve.config.tree import config_from_keys
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from specserve.cluster import fork_server
 from specserve.cluster.checkpoint_check import checkpoint_check
+from specserve.cluster.engine import fork_server
 from specserve.config.tree import config_from_keys
 from specserve.errors import ModelNotFound
 

@@ -16,10 +16,10 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
-from specserve.cluster import header_encoding
-from specserve.cluster.draft_pool import pool_deployment_name
+from specserve.cluster.gateway import header_encoding
 from specserve.cluster.placement import bundles, engine_deployments
 from specserve.config.tree import DEMO, Config, config_from_keys
+from specserve.features.draft_pools.deployment import pool_deployment_name
 
 # A warning of ray.serve's own, when it is imported.
 pytestmark = pytest.mark.filterwarnings(

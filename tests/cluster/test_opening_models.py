@@ -8,10 +8,11 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from specserve.cluster import deployments, releases
+from specserve.cluster import deployments
+from specserve.cluster.board import releases
+from specserve.cluster.board.releases import model_of
+from specserve.cluster.board.status_board import EngineInfo
 from specserve.cluster.deployments import _await_models
-from specserve.cluster.releases import model_of
-from specserve.cluster.status_board import EngineInfo
 from tests.support.fakes import model_info
 
 FAILED = DeploymentUnavailableError(DeploymentID("Engine-large", "app"))

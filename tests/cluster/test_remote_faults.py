@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget
+from specserve.cluster.engine.remote import RemoteDrafter, RemoteTarget
 from specserve.engine import Coordinator
 from specserve.errors import OutOfPages, WorkerLost
 from specserve.types import (

@@ -14,8 +14,8 @@ from specserve.api.access import ClientAccess
 from specserve.api.key_file import KeyFile
 from specserve.api.keys import ApiClient
 from specserve.api.rates import Account, Accounts, ClientUse
-from specserve.cluster import status_board
-from specserve.cluster.status_board import (
+from specserve.cluster.board import status_board
+from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
     Board,

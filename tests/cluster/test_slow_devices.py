@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.device_failures import DeviceId
-from specserve.cluster.group import DRAFT, TARGET, WorkerGroup
+from specserve.cluster.engine.device_failures import DeviceId
+from specserve.cluster.engine.group import DRAFT, TARGET, WorkerGroup
+from specserve.cluster.engine.worker_host import WorkerPlace
 from specserve.cluster.placement import bundles
 from specserve.cluster.transport.endpoint import KeyPair
-from specserve.cluster.worker_host import WorkerPlace
 from specserve.config.tree import Config
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent

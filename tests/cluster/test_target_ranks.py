@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from specserve.cluster import workers
-from specserve.cluster.group import WorkerGroup
-from specserve.cluster.worker_host import WorkerSite
-from specserve.cluster.workers import TargetWorker
+from specserve.cluster.engine import workers
+from specserve.cluster.engine.group import WorkerGroup
+from specserve.cluster.engine.worker_host import WorkerSite
+from specserve.cluster.engine.workers import TargetWorker
 from specserve.config.tree import config_from_keys
 from tests.support.card import emulated_cards
 

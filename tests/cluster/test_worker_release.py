@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve.cluster import group
-from specserve.cluster.group import _open_worker
+from specserve.cluster.engine import group
+from specserve.cluster.engine.group import _open_worker
+from specserve.cluster.engine.worker_host import WorkerHello
+from specserve.cluster.engine.worker_hosts import StartedWorker
 from specserve.cluster.transport.endpoint import Address, KeyPair
-from specserve.cluster.worker_host import WorkerHello
-from specserve.cluster.worker_hosts import StartedWorker
 from specserve.errors import VersionMismatch
 from specserve.wire.version import VERSION
 

@@ -12,7 +12,7 @@ from specserve.cluster import app, launch
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import config_from_keys
 from specserve.errors import ModelNotFound
-from specserve.inprocess import open_parts
+from specserve.llm.inprocess import open_parts
 from specserve.tools.doctor import models
 from specserve.tools.doctor.findings import Grade
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_meant_is_one_error_that_names_the_entry(
 
 
 def test_one_process_refuses_several_models() -> None:
-    from specserve.inprocess import open_parts
+    from specserve.llm.inprocess import open_parts
 
     with pytest.raises(ConfigError, match="a single one runs here"):
         open_parts(config_from_keys({"models": TWO}))

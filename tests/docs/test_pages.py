@@ -25,8 +25,8 @@ from docs._build.commands import commands
 from docs._build.configuration import all_keys
 from specserve.cli import arguments
 from specserve.cli import main as cli
-from specserve.cluster.serve_llm import config_of
 from specserve.config.tree import config_from_keys
+from specserve.features.ray_serve_llm.server import config_of
 from tests.support import pages as guide
 from tests.support.llm_configs import llm_config
 from tests.support.pages import DOCS, ROOT, Block, Command

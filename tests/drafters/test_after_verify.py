@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from specserve.drafters.after_verify import MAX_CATCH_UP, DraftAfterVerify
-from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.errors import OutOfPages
+from specserve.features.eagle.heads_drafter import HeadsDrafter
+from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp
 from tests.support import checkpoints

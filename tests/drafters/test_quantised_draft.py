@@ -15,7 +15,7 @@ from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, TooLittleMemory, UnsupportedModel
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.weights import num_weight_bytes
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import Step
 from tests.formats.check import MADE
@@ -113,7 +113,7 @@ def test_fp8_without_a_gpu_is_refused_before_the_target_is_read(
     keys = {"draft.kind": "neural", "draft.path": str(target), "draft.quantize": "fp8"}
     with pytest.raises(ConfigError, match="fp8 needs a GPU, and draft"):
         config_from_keys({"target.path": str(target), "draft.device": "cpu", **keys})
-    monkeypatch.delattr("specserve.inprocess.open_target")
+    monkeypatch.delattr("specserve.llm.inprocess.open_target")
     with pytest.raises(ConfigError, match="fp8 needs a GPU, and the draft's device is the CPU"):
         LLM(target, **keys)
     config = config_from_keys({"target.path": str(target), **keys})

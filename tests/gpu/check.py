@@ -15,8 +15,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from specserve.models.card_kernels import card_kernels
-from specserve.models.float8_kernels import float8_fault
+from specserve.models.gpu.card_kernels import card_kernels
+from specserve.models.gpu.float8_kernels import float8_fault
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import WarpBatch
@@ -248,7 +248,7 @@ def measure_captures(scale: Scale) -> Results:
 
 
 def _no_flashinfer(*_: object) -> None:
-    from specserve.models.flashinfer_attention import FlashInferUnusable
+    from specserve.models.gpu.flashinfer_attention import FlashInferUnusable
 
     raise FlashInferUnusable("graphs are captured with torch's attention")
 

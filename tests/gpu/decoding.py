@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM, Output
+from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
 from specserve.types import Speculation
 from tests.gpu.sections import Results, Scale, Section

@@ -16,7 +16,7 @@ from specserve.models.checkpoints.load import (
     empty_module,
     register_attention,
 )
-from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
+from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, open_flashinfer
 from specserve.models.model import ATTENTION_NAME, Model, with_graphs
 from specserve.models.network import build_network, library_attention
 from specserve.models.runner import Runner

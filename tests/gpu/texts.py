@@ -11,7 +11,7 @@ from time import perf_counter
 
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
 from tests.gpu.sections import Results, Scale, Section

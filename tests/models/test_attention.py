@@ -19,13 +19,13 @@ from specserve.models.attention import (
     invariant_kernel,
     sdpa_kernel,
 )
-from specserve.models.layout import Geometry, Writes
-from specserve.models.linear_kernels import (
+from specserve.models.cpu.linear_kernels import (
     CompiledKernel,
     linear_kernel,
     missing_for_compiled,
     multiplies_bf16,
 )
+from specserve.models.layout import Geometry, Writes
 from specserve.models.planner import MAX_BATCHED_QUERIES, Planner, key_block_size
 
 PAGE_SIZE = 16
@@ -119,7 +119,7 @@ SCORES = 1e6
 def make_attention(name: str, shared: int) -> Attention:
     if name != "compiled":
         return GroupedAttention({"invariant": invariant_kernel, "sdpa": sdpa_kernel}[name])
-    from specserve.models.compiled_attention import CompiledAttention  # an optional dependency
+    from specserve.models.cpu.compiled_attention import CompiledAttention  # an optional dependency
 
     kernel = linear_kernel("compiled")
     assert isinstance(kernel, CompiledKernel)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes
 from specserve.models.coded_weight import CodedWeight
-from specserve.models.compiled_layers import CompiledLayers
-from specserve.models.linear_kernels import linear_kernel, missing_for_compiled
+from specserve.models.cpu.compiled_layers import CompiledLayers
+from specserve.models.cpu.linear_kernels import linear_kernel, missing_for_compiled
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.shard import Shard

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from specserve.models.cpu.linear_kernels import missing_for_compiled
+from specserve.models.cpu.row_invariance import cancelling_products
 from specserve.models.layers import (
     PackedGate,
     PackedLinear,
@@ -21,8 +23,6 @@ from specserve.models.layers import (
     pack_linears,
     take_gate,
 )
-from specserve.models.linear_kernels import missing_for_compiled
-from specserve.models.row_invariance import cancelling_products
 
 ROWS = 64
 KERNELS = ["onednn"] + ["compiled"] * (missing_for_compiled() is None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import OutOfPages
-from specserve.models.graphs import pad_to_bucket
+from specserve.models.gpu.graphs import pad_to_bucket
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step

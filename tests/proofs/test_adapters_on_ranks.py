@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from specserve.errors import AdapterError
-from specserve.models.adapters import files, store
+from specserve.features.adapters import files, store
 from specserve.models.model import open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetFollower

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specserve.drafters.cascade import review
+from specserve.features.cascade import review
 from specserve.types import Request, Speculation, Warp
 from tests.proofs.distribution import prove
 from tests.support.cascade_engines import CASCADES, CascadeEngine, Cascades

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from specserve.config.tree import DEMO
-from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter
+from specserve.features.eagle.heads_drafter import HeadsDrafter
+from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
 from tests.support.continuations import VOCAB, Case, sample
 from tests.support.engines import GREEDY, Engine, RandomPacer

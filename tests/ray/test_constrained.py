@@ -13,7 +13,7 @@ from jsonschema import validate
 
 from lab.bench.structured import schema_grammar, schema_sampling
 from specserve import LLM
-from specserve.cluster.group import WorkerGroup
+from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import Config, config_from_keys

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from specserve.cluster.group import WorkerGroup
+from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import config_from_keys

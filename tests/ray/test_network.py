@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from lab.chaos.faults import Fault
+from lab.chaos.requests import KIND_NAMES
+from lab.chaos.run import ChaosRun
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.requests import KIND_NAMES
-from specserve.tools.bench.chaos.run import ChaosRun
 from tests.chaos import network
 from tests.chaos.relays import PAIRS
 

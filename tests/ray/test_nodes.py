@@ -14,13 +14,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from specserve import LLM, Sampling
-from specserve.cluster.group import TARGET, WorkerGroup
+from specserve.cluster.engine.group import TARGET, WorkerGroup
+from specserve.cluster.engine.process_state import process_runs_on
+from specserve.cluster.engine.supervisor import kill_process
+from specserve.cluster.engine.worker_host import WorkerHello, WorkerPlace
+from specserve.cluster.engine.worker_hosts import StartedWorker
 from specserve.cluster.launch import handle
 from specserve.cluster.placement import FIRST_RANK, bundles
-from specserve.cluster.process_state import process_runs_on
-from specserve.cluster.supervisor import kill_process
-from specserve.cluster.worker_host import WorkerHello, WorkerPlace
-from specserve.cluster.worker_hosts import StartedWorker
 from specserve.config.tree import config_from_keys
 from specserve.engine.trace import AVOIDED_DEVICE, DeviceEvent
 from specserve.errors import DeviceFault

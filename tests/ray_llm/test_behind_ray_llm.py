@@ -58,7 +58,7 @@ def client() -> Iterator[OpenAI]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = LLMConfig(
             model_loading_config={"model_id": "demo"},
-            server_cls="specserve.cluster.serve_llm:SpecserveServer",
+            server_cls="specserve.features.ray_serve_llm.server:SpecserveServer",
             deployment_config={"num_replicas": 1},
             engine_kwargs={
                 "target": {"threads": 1, "dtype": "float32"},

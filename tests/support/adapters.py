@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specserve.models.adapters.files import (
+from specserve.features.adapters.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     read_adapter,
 )
-from specserve.models.adapters.layers import adaptable_layers
+from specserve.features.adapters.layers import adaptable_layers
 from specserve.types import Adapter
 
 MEBIBYTE = 1 << 20

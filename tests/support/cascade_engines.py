@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from specserve.config.tree import config_from_keys
-from specserve.drafters.cascade.drafter import CascadeDrafter
 from specserve.drafters.ngram.tables import TABLES_FILE, count_texts, save_tables
 from specserve.drafters.registry import open_drafter
+from specserve.features.cascade.drafter import CascadeDrafter
 from tests.support import checkpoints
 from tests.support.continuations import NOISE, PAGES, VOCAB, Group, Pairs
 from tests.support.engines import PAGE_SIZE, AnticipatingDrafter, Engine

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
-from specserve.drafters.translated.translation import TokenTranslation
+from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.sampling import sample as draw
 from specserve.types import VERIFIERS, Origin, Request, Speculation, TokenRule, Warp

@@ -17,12 +17,12 @@ from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.drafters.translated.runner import TranslatedRunner
-from specserve.drafters.translated.translation import TokenTranslation
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
-from specserve.inprocess import LocalDrafter, LocalTarget, SyncDrafter
+from specserve.features.other_tokenizer.runner import TranslatedRunner
+from specserve.features.other_tokenizer.translation import TokenTranslation
+from specserve.llm.inprocess import LocalDrafter, LocalTarget, SyncDrafter
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.shard import Shard

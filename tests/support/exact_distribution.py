@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from specserve.drafters.translated.translation import TokenTranslation
+from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.types import TokenRule, Warp
 
 Floats = NDArray[np.float64]

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from specserve.cluster.hidden_relay import HiddenRelay
-from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget
-from specserve.cluster.workers import DraftWorker, TargetWorker
+from specserve.cluster.engine.hidden_relay import HiddenRelay
+from specserve.cluster.engine.remote import PushedProposals, RemoteDrafter, RemoteTarget
+from specserve.cluster.engine.workers import DraftWorker, TargetWorker
 from specserve.drafters.after_verify import AfterVerify, DraftAfterVerify
 from specserve.drafters.registry import OpenDrafter
 from specserve.hidden_states import HiddenStates

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specserve.drafters.branches import Fanout
-from specserve.drafters.eagle import EagleDrafter, HeadOptions
-from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.registry import OpenDrafter
-from specserve.inprocess import SyncDrafter
+from specserve.features.eagle.drafter import EagleDrafter, HeadOptions
+from specserve.features.eagle.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
+from specserve.features.eagle.heads_drafter import HeadsDrafter
+from specserve.features.layer_skip.drafter import LayerSkipDrafter
+from specserve.llm.inprocess import SyncDrafter
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.weights import fingerprint
-from specserve.models.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.target import TargetModel
 from specserve.types import Request

@@ -21,7 +21,7 @@ from specserve.errors import ConfigError
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.coded_weight import CodedWeight
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.tools.doctor import cluster, command, machine, models, ports, room, secrets
 from specserve.tools.doctor.findings import Finding, Grade, guarded, ok
 from specserve.tools.doctor.report import DoctorReport

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 
+from lab.papers.family import reader
 from specserve import theory
 from specserve.cli.main import main
 from specserve.config.tree import DEMO, config_from_keys
@@ -23,7 +24,7 @@ from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model, num_held_bytes
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.checkpoints.widen import _open
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
 from specserve.tools.plan.devices import device_demands
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
@@ -38,7 +39,6 @@ from specserve.tools.plan.memory import (
 )
 from specserve.tools.plan.placement import LOADS, TARGET_ROWS, measure_placement
 from specserve.tools.plan.pools import PoolAdvice, pool_advice
-from specserve.tools.reproduce.family import reader
 from specserve.types import Curve
 from tests.formats.check import MADE
 from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturb

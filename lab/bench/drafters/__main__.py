@@ -19,8 +19,8 @@ from lab.bench.drafters.copy_model import CopyModel, TrainingBudget
 from lab.bench.drafters.eagle_rounds import trained_head
 from lab.bench.drafters.options import Budget
 from lab.bench.drafters.rewriting import RewritingCorpus
-from specserve.tools.reproduce.family import DemoFamily
-from specserve.tools.reproduce.page import Section
+from lab.papers.family import DemoFamily
+from lab.papers.page import Section
 
 
 class SectionInputs:

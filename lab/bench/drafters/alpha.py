@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import config_from_keys
-from specserve.inprocess import open_parts
-from specserve.llm import LLM, Output
+from specserve.llm.inprocess import open_parts
+from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
 from specserve.types import Drafter, DraftStep, Proposal
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lab.bench.drafters.rewriting import RewritingCorpus, RewritingTask
 from lab.bench.engine import ThroughputSample, run_in_turns
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.sampling_params import Sampling
 
 GAMMA, PAGES = 15, 256

@@ -18,14 +18,14 @@ from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import standard_library
 from specserve.drafters.base import never
 from specserve.drafters.branches import Fanout
-from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.registry import OpenDrafter
-from specserve.inprocess import EngineParts, LocalDrafter, LocalTarget, open_parts
-from specserve.llm import LLM
+from specserve.features.eagle.drafter import EagleDrafter
+from specserve.features.eagle.train import train
+from specserve.llm.inprocess import EngineParts, LocalDrafter, LocalTarget, open_parts
+from specserve.llm.llm import LLM
 from specserve.models.target import TargetModel, open_target
 from specserve.progress import no_progress
 from specserve.sampling_params import Sampling
-from specserve.tools.train_eagle import train
 from specserve.types import Drafter, DraftStep, Proposal, Target, Verdict, VerifyStep
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from specserve.config.tree import DEMO, config_from_keys
-from specserve.drafters.heads import HeadsDrafter
-from specserve.models.heads import require_heads_for
+from specserve.features.eagle.heads import require_heads_for
+from specserve.features.eagle.heads_drafter import HeadsDrafter
 from specserve.models.target import TargetModel, open_target
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 

@@ -32,13 +32,13 @@ from lab.bench.train_demo import (
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts, standard_library
-from specserve.drafters.translated.runner import TranslatedRunner
-from specserve.llm import LLM
+from specserve.features.other_tokenizer.runner import TranslatedRunner
+from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary, make_translation
+from specserve.llm.llm import LLM
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.progress import ProgressBar
 from specserve.sampling_params import Sampling
-from specserve.token_translation import SharedVocabulary, make_translation
 from specserve.types import Step
 
 VOCAB = 6144

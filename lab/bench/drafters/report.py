@@ -26,12 +26,12 @@ from lab.bench.drafters.proposal_time import (
     time_table,
 )
 from lab.bench.drafters.rewriting import REPEAT_LENGTH
+from lab.papers.family import DemoFamily
+from lab.papers.page import Section, table
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.widen import inflate
-from specserve.tools.reproduce.family import DemoFamily
-from specserve.tools.reproduce.page import Section, table
 
 TITLE = "# What each kind of drafter is worth"
 ABOUT = (

@@ -17,8 +17,8 @@ from lab.bench.peers.forced_drafter import ForcedDrafter
 from lab.bench.peers.turn import System, TurnRequest, serve_turns
 from specserve import __version__
 from specserve.config.tree import Config, config_from_keys, parse_override
-from specserve.inprocess import EngineParts, open_parts
-from specserve.llm import LLM, Output
+from specserve.llm.inprocess import EngineParts, open_parts
+from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
 
 GAMMAS: Mapping[str, int | str | None] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specserve.drafters.neural.draft_state import DraftTask, one_hot_draws
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
-from specserve.drafters.translated.runner import TranslatedRunner
+from specserve.features.other_tokenizer.runner import TranslatedRunner
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates

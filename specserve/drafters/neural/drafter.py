@@ -17,8 +17,8 @@ from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
 from specserve.drafters.neural.draft_state import DraftState, DraftTask, max_new_pages
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, fetch
 from specserve.drafters.ranking import rank_next_tokens
-from specserve.drafters.translated.runner import TranslatedRunner
 from specserve.errors import OutOfPages
+from specserve.features.other_tokenizer.runner import TranslatedRunner
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.cache import Fork
 from specserve.models.runner import Runner

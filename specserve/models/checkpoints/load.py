@@ -53,7 +53,7 @@ from specserve.models.checkpoints.weights import (
     num_weight_bytes,
     weight_files,
 )
-from specserve.models.float8_kernels import float8_fault
+from specserve.models.gpu.float8_kernels import float8_fault
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers

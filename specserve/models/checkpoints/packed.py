@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from specserve.models.checkpoints.fill import set_tensor
 from specserve.models.checkpoints.store import DamagedWeights
-from specserve.models.linear_kernels import LinearKernel
-from specserve.models.mapped_file import MappedFile, packed_layout, tensor_bytes
+from specserve.models.cpu.linear_kernels import LinearKernel
+from specserve.models.cpu.mapped_file import MappedFile, packed_layout, tensor_bytes
 
 MAGIC = b"specserve packed"
 PREAMBLE = struct.Struct("<16sQQ32s")  # magic, offset and length of the index, its hash

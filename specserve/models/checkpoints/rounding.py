@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specserve.errors import UnsupportedModel
 from specserve.models.coded_weight import RANGES, CodedWeight
-from specserve.models.float8_kernels import MULTIPLE
 from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8, Float8Weight
+from specserve.models.gpu.float8_kernels import MULTIPLE
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
 """By what `draft.quantize` and `specserve quantize --to` name."""

@@ -53,7 +53,7 @@ def bench(
     after the report.
     """
     if options.chaos is not None:
-        from specserve.tools.bench.chaos.command import chaos
+        from lab.chaos.command import chaos
 
         chaos(options, say)
         return

@@ -18,9 +18,9 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import specserve
 from specserve import flashinfer_kernels
 from specserve.config.tree import DEMO
-from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
-from specserve.models.float8_kernels import float8_fault
-from specserve.models.linear_kernels import missing_for_compiled, multiplies_bf16
+from specserve.models.cpu.linear_kernels import missing_for_compiled, multiplies_bf16
+from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, find_flashinfer
+from specserve.models.gpu.float8_kernels import float8_fault
 from specserve.models.memory import free_memory
 from specserve.processor import (
     CAP,

@@ -16,9 +16,9 @@ from specserve.checkpoint_files import find_checkpoints
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
+from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
-from specserve.token_translation import SharedVocabulary
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
 NUM_SHOWN = 5

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from specserve.errors import SpecserveError
-from specserve.llm import LLM
+from specserve.llm.llm import LLM
 from specserve.sampling_params import Sampling
 from tests.chaos.fuzz.mutations import (
     cut,

@@ -27,7 +27,7 @@ import uvloop
 import zmq
 from ray import cloudpickle
 
-from specserve.cluster.process_state import process_runs
+from specserve.cluster.engine.process_state import process_runs
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, ReceivedChunks
 from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.cluster.transport.link import Client, Server

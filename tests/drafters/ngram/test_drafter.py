@@ -20,7 +20,7 @@ from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.online_counts import OnlineTable
 from specserve.drafters.ngram.tables import TABLES_FILE, BigramTable, count_texts, save_tables
 from specserve.errors import ConfigError, TokenizerMismatch
-from specserve.inprocess import LocalDrafter
+from specserve.llm.inprocess import LocalDrafter
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.types import Chunk, DraftStep, Policy, Proposal, Request, Warp
 from tests.support.chi_square import Fit

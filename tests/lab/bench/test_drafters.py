@@ -25,12 +25,12 @@ from lab.bench.drafters.copy_model import (
 from lab.bench.drafters.options import SECTIONS as NAMES
 from lab.bench.drafters.options import Budget
 from lab.bench.drafters.rewriting import RewritingCorpus, has_repeats, is_name
+from lab.papers.page import Section
 from specserve.config.tree import DEMO, DRAFT_KINDS, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.errors import ModelError
-from specserve.llm import Output
+from specserve.llm.llm import Output
 from specserve.models.checkpoints.load import load_model
-from specserve.tools.reproduce.page import Section
 from specserve.types import Proposal, SparseDistribution
 
 

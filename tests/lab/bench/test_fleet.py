@@ -9,8 +9,8 @@ import pytest
 
 from lab.bench import decision_times, fleet
 from lab.bench.fleet_parts import ARRANGEMENTS, GPUS, PAIRS, PARTS, PLAIN, POOLS, mean_output
-from specserve.cluster.prefix_affinity import MAX_COMPARED, EngineState, PrefixAffinity
-from specserve.tools.simulate.period import PeriodResult
+from lab.simulate.period import PeriodResult
+from specserve.cluster.gateway.prefix_affinity import MAX_COMPARED, EngineState, PrefixAffinity
 
 
 def test_every_arrangement_fits_the_gpus_and_wastes_less_than_an_engine_of_each_part() -> None:

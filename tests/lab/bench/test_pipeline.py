@@ -15,10 +15,10 @@ from lab.bench.simulation_check import (
     measured_acceptance,
     with_own_passes,
 )
+from lab.simulate.scenario import Mode
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round
-from specserve.tools.simulate.scenario import Mode
 from specserve.tools.timeline import COLOURS, LEGEND, draw, select_rounds
 from specserve.types import Span
 

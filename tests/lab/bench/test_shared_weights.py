@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.bench.shared_weights import main
-from specserve.models.mapped_file import can_map
+from specserve.models.cpu.mapped_file import can_map
 
 
 @pytest.mark.skipif(not can_map(), reason="weights cannot be mapped here")

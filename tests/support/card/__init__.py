@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import modeling_utils
 
-from specserve.models.float8_kernels import float8_fault
+from specserve.models.gpu.float8_kernels import float8_fault
 from specserve.models.model import ModelOptions, open_model
 from tests.support import checkpoints
 from tests.support.card.kernels import no_kernels

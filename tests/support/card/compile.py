@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specserve.models.triton_kernels import (
+from specserve.models.gpu.triton_kernels import (
     gate_kernel,
     rms_norm_kernel,
     rotate_and_write_kernel,

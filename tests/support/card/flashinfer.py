@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from specserve.models import row_graphs
+from specserve.models.gpu import row_graphs
 from specserve.sampling.truncation import renormaliser_of
 from tests.support.card.tensors import CARDS, CardTensor, launch
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from specserve.models.card_kernels import card_kernels
+from specserve.models.gpu.card_kernels import card_kernels
 from specserve.sampling.row_draws import draw_kernel_of
 from tests.support.card.ledger import CardError
 from tests.support.card.tensors import CARDS, launch

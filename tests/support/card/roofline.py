@@ -24,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 
-from specserve.models import layers, triton_kernels
+from specserve.models import layers
 from specserve.models import shard as shard_module
 from specserve.models.attention import Attention, GroupedAttention, sdpa_kernel
-from specserve.models.card_kernels import CardKernels
 from specserve.models.checkpoints.fill import fill_shapes
 from specserve.models.checkpoints.load import LoadedModel, architecture, make_division
-from specserve.models.flashinfer_attention import FlashInferAttention, find_flashinfer
+from specserve.models.gpu import triton_kernels
+from specserve.models.gpu.card_kernels import CardKernels
+from specserve.models.gpu.flashinfer_attention import FlashInferAttention, find_flashinfer
 from specserve.models.model import Model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel

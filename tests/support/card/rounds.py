@@ -22,7 +22,7 @@ import torch
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
-from specserve.models import row_graphs
+from specserve.models.gpu import row_graphs
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, VerifyStep, Warp

@@ -16,8 +16,8 @@ from specserve.errors import UnsupportedModel
 from specserve.models.checkpoints.quantized.blocks import Block, Format, owner_of
 from specserve.models.checkpoints.quantized.scaled import CompressedTensors, Scaled
 from specserve.models.checkpoints.tensors import StoredTensors
-from specserve.models.float8_kernels import MULTIPLE
 from specserve.models.float8_weight import FLOAT8, Float8Weight
+from specserve.models.gpu.float8_kernels import MULTIPLE
 
 STORED = "F8_E4M3"
 """The type of such matrices in a file's header."""

@@ -1,0 +1,1 @@
+"""An engine: its workers, their processes and links, and what watches over them."""

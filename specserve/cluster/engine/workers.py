@@ -1,0 +1,420 @@
+"""Workers, which hold the models: a rank of the target, or the drafter.
+
+Each lives in a process of its own (forked_worker.py) and answers one coordinator, over a link of
+its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from specserve.checkpoint_files import draft_translation, require_one_tokenizer
+from specserve.cluster.engine.hidden_relay import MAX_SENT_BYTES, newest_states
+from specserve.cluster.engine.long_lived import freeze_objects
+from specserve.cluster.engine.placement_trial import try_placements, warm_drafter_up
+from specserve.cluster.engine.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
+from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.link import Server
+from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.tree import Config, TargetConfig
+from specserve.drafters.after_verify import DraftAfterVerify
+from specserve.drafters.registry import (
+    OpenDrafter,
+    open_apart_drafter,
+    open_drafter,
+    open_local_drafter,
+)
+from specserve.engine.draft_placement import APART, PlacementChoice
+from specserve.errors import DeviceFault
+from specserve.features.draft_pools.shares import engine_of
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
+from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.device_formats import resolve_device
+from specserve.models.hidden_taps import HiddenRows, pack_hidden
+from specserve.models.self_test import find_fault
+from specserve.models.shard import Shard
+from specserve.models.target import TargetModel, open_target
+from specserve.models.warmup import WARMUP_SEQ_ID, warm_up, warm_up_briefly
+from specserve.types import Curve, DraftStep, ModelInfo, Policy, Span, Verdict, Warp
+from specserve.wire.messages import (
+    Failure,
+    Message,
+    PreparedProposals,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+)
+
+if TYPE_CHECKING:
+    from specserve.models.target import TargetFollower
+
+log = logging.getLogger(__name__)
+
+RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
+"""Time for which ranks wait for one another, while others load their weights."""
+# A drafter polls this long for its next message before it sleeps: the whole round waits for it, and
+# a core takes long to wake up.
+SPIN_S = 0.02
+# Niceness of a drafter on CPUs. It works all the time, whereas the processes that share its cores
+# (coordinator, gateway) have little to do, but must do it at once.
+NICENESS = 5
+WARM_UP_LENGTHS = (64, 8, 1)
+"""Prompt lengths of a drafter's first passes."""
+
+
+class TargetWorker:
+    """One rank of the target. Call `open`, then `run`, which lasts for the rest of its life."""
+
+    def __init__(self, site: WorkerSite, config: Config, client_key: bytes, rank: int) -> None:
+        self._site, self._config, self._rank = site, config, rank
+        self._server = Server(KeyPair.generate(), site.address, client_key)
+        self._store: TCPStore | None = None
+        self._model: TargetModel | TargetFollower | None = None
+        self._drafter: DraftAfterVerify | None = None  # if the draft lives here
+        self._to_draft: tuple[Verify, tuple[Verdict, ...]] | None = None
+        self._idle_spans: tuple[Span, ...] = ()  # drafting since the last answer
+        self._hidden: list[HiddenRows] = []  # of the pass under way, for a head apart
+
+    def hello(self) -> WorkerHello:
+        return WorkerHello(self._server.address, self._site.node, os.getpid())
+
+    def find_checkpoint(self) -> None:
+        """Download the checkpoint if this node lacks it, or make the demo's copy."""
+        target_checkpoint(self._config)
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Start the store where the ranks find one another, on rank 0; return its host and port."""
+        host = self._site.address
+        self._store = TCPStore(
+            host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
+        )
+        return host, self._store.port
+
+    def open(self, rendezvous: tuple[str, int] | None, curve: Curve | None) -> WorkerReady:
+        """Load this rank's share of the weights and warm up. Call it on all ranks concurrently.
+
+        A rank that replaces a lost one is given the `curve` of the first one, and warms up briefly.
+        """
+        target, draft = self._config.target, self._config.draft
+        _check_device(self._site, target.device)
+        is_tried = draft.placement == "auto" and draft.may_be_apart
+        is_apart = draft.may_be_apart and not is_tried
+        _set_num_threads(
+            self._config.rank_threads(with_draft=not is_apart), sharers=self._size + is_apart
+        )
+        self._model = open_target(
+            target_checkpoint(self._config),
+            self._config,
+            shard=self._join_ranks(rendezvous),
+        )
+        if curve is None:
+            curve = warm_up(self._model, timed=self._size == 1)
+        else:
+            warm_up_briefly(self._model)
+        draft_context = choice = None
+        if isinstance(self._model, TargetModel):
+            if draft.reads_sent_hidden:
+                self._model.on_hidden = self._hidden.extend
+            if draft.kind != "none" and not is_apart:
+                draft_context = self._open_drafter(self._model)
+            if is_tried:
+                choice, curve = self._try_placements(self._model, curve)
+            if (compiler := self._model.grammar_states.grammar_compiler) is not None:
+                compiler.preload_tokenizer()
+        freeze_objects()
+        info = replace(self._model.info, curve=curve)
+        return WorkerReady(
+            self._server.address,
+            _worker_place(self._site, self._model.runner.device),
+            info.max_context,
+            info.num_pages,
+            info,
+            draft_context,
+            choice,
+        )
+
+    def run(self) -> None:
+        """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
+        _serve(self._server, self._answer, self._draft, spin_s=0.0)
+
+    def _open_drafter(self, model: TargetModel) -> int:
+        """Open the drafter here, and return the context that it has."""
+        drafter = open_local_drafter(self._config, model, draft_translation(self._config))
+        self._drafter = DraftAfterVerify(drafter, model.runner.cache)
+        if self._size == 1:
+            warm_drafter_up(model, self._drafter)
+        else:  # the other ranks take no part, so without a pass of the target
+            assert isinstance(drafter, OpenDrafter), "the config has been checked"
+            _warm_up_alone(drafter, model.info)
+        return drafter.context
+
+    def _try_placements(self, model: TargetModel, curve: Curve) -> tuple[PlacementChoice, Curve]:
+        """Measure both placements, and drop the drafter if it is better apart.
+
+        Returns the choice, and the curve with the threads that the target has there.
+        """
+        assert self._drafter is not None
+        target, draft = self._config.target, self._config.draft
+        share = max(1, (os.cpu_count() or 1) // (self._size + 1))
+        choice, curve = try_placements(
+            model,
+            self._drafter,
+            curve,
+            self._config,
+            target_threads=target.threads or share,
+            draft_threads=draft.threads or share,
+        )
+        if choice.placement == APART:
+            self._drafter = None
+            _set_num_threads(target.threads, sharers=self._size + 1)
+        return choice, curve
+
+    @property
+    def _size(self) -> int:
+        return self._config.target.tensor_parallel
+
+    def _join_ranks(self, rendezvous: tuple[str, int] | None) -> Shard | None:
+        if rendezvous is None:
+            return None
+        store = self._store or TCPStore(
+            *rendezvous, self._size, is_master=False, timeout=RENDEZVOUS_TIMEOUT
+        )
+        # With a device, NCCL connects the ranks here, not in the first sum.
+        device = resolve_device(self._config.target.device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=self._size,
+            timeout=RENDEZVOUS_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        gathers = self._config.target.degree_invariant
+        return Shard(self._rank, self._size, gathers=gathers)
+
+    def _answer(self, message: Message) -> Message:
+        assert self._model is not None
+        assert isinstance(message, Verify)
+        start = time.perf_counter()
+        if self._drafter is not None:
+            self._drafter.release(message.released)
+        self._model.release(message.released)
+        verdicts = tuple(self._model.verify(message.steps))
+        hidden = newest_states(pack_hidden(self._hidden), MAX_SENT_BYTES)
+        self._hidden.clear()
+        spans = (*self._idle_spans, Span("verify", start, time.perf_counter()))
+        self._to_draft, self._idle_spans = (message, verdicts), ()
+        cache = self._model.runner.cache
+        return Verdicts(
+            message.number,
+            verdicts,
+            sum(span.end - span.start for span in spans),
+            cache.num_used,
+            cache.prefix_queries,
+            cache.prefix_hits,
+            spans,
+            hidden,
+        )
+
+    def _draft(self) -> None:
+        """Draft behind the verdicts that have just been sent, and push the proposals."""
+        todo, self._to_draft = self._to_draft, None
+        if self._drafter is None or todo is None:
+            return
+        message, verdicts = todo
+        start = time.perf_counter()
+        prepared = self._drafter.draft_after(message.steps, verdicts)
+        if message.wants_drafts:
+            self._server.send(PreparedProposals(message.number, prepared))
+            self._idle_spans = (Span("draft", start, time.perf_counter()),)
+
+
+class DraftWorker:
+    """Drafter on a device of its own. Between two messages it prepares likely next proposals."""
+
+    def __init__(self, site: WorkerSite, config: Config, client_key: bytes) -> None:
+        self._site, self._config = site, config
+        self._server = Server(KeyPair.generate(), site.address, client_key)
+        self._drafter: OpenDrafter | None = None
+        self._idle_spans: tuple[Span, ...] = ()  # work done since the last answer
+        self._number = 0  # of the last round
+
+    def hello(self) -> WorkerHello:
+        return WorkerHello(self._server.address, self._site.node, os.getpid())
+
+    def open(self, target: ModelInfo) -> WorkerReady:
+        """Load the weights and warm up."""
+        draft = self._config.draft
+        for device in {one.device for one in draft.drafter_configs if one.kind not in NGRAM_KINDS}:
+            _check_device(self._site, device)
+        _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
+        grammar_compiler = GrammarCompiler.from_tokenizer(
+            lambda: _target_tokenizer(self._config),
+            vocab_size=target.vocab_size,
+            end_ids=target.end_ids,
+        )
+        self._drafter = open_apart_drafter(
+            self._config,
+            target,
+            grammar_compiler=grammar_compiler,
+            translation=draft_translation(self._config),
+        )
+        _warm_up_alone(self._drafter, target)
+        freeze_objects()
+        if self._drafter.device.type == "cpu":
+            os.nice(NICENESS)
+        return WorkerReady(
+            self._server.address,
+            _worker_place(self._site, self._drafter.device),
+            self._drafter.context,
+            self._drafter.num_pages,
+        )
+
+    def run(self) -> None:
+        """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
+        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S)
+
+    def _answer(self, message: Message) -> Message:
+        assert self._drafter is not None
+        assert isinstance(message, Propose)
+        start, self._number = time.perf_counter(), message.number
+        self._drafter.release(message.released)
+        self._drafter.receive_hidden(message.hidden)
+        proposals = tuple(self._drafter.propose(message.steps, start + message.deadline))
+        ended = time.perf_counter()
+        spans, self._idle_spans = (*self._idle_spans, Span("draft", start, ended)), ()
+        return Proposals(
+            message.number, proposals, ended - start, self._drafter.num_pages_used, spans
+        )
+
+    def _prepare(self) -> None:
+        assert self._drafter is not None
+        start = time.perf_counter()
+        self._drafter.prepare(self._server.has_message)
+        if not self._server.has_message() and (prepared := self._drafter.prepared_proposals()):
+            self._server.send(PreparedProposals(self._number, prepared))
+        self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
+
+
+def open_pooled_drafter(
+    config: Config,
+    site: WorkerSite,
+    target: ModelInfo,
+    other_targets: Sequence[TargetConfig] = (),
+) -> OpenDrafter:
+    """Load a drafter that several engines share, in the thread that will run it, and warm up.
+
+    Raises TokenizerMismatch if one of the `other_targets` has another tokenizer than the config's.
+    """
+    draft = config.draft
+    require_one_tokenizer(str(draft.pool.name), (config.target, *other_targets))
+    _check_device(site, draft.device)
+    _set_num_threads(draft.threads, sharers=config.target.tensor_parallel + 1)
+    drafter = open_drafter(
+        config,
+        target_vocab_size=target.vocab_size,
+        grammar_compiler=GrammarCompiler.from_tokenizer(
+            lambda: _target_tokenizer(config), vocab_size=target.vocab_size, end_ids=target.end_ids
+        ),
+        translation=draft_translation(config),
+        has_own_device=True,
+        group_of=engine_of,
+    )
+    _warm_up_alone(drafter, target)
+    freeze_objects()
+    if drafter.device.type == "cpu":
+        os.nice(NICENESS)  # of this thread, and of those that it starts
+    return drafter
+
+
+def _target_tokenizer(config: Config) -> str:
+    """Return the target's tokenizer, which a draft model shares if it has one at all."""
+    target = config.target
+    return load_tokenizer(
+        find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
+    )
+
+
+def _serve(
+    server: Server,
+    answer: Callable[[Message], Message],
+    idle: Callable[[], None],
+    *,
+    spin_s: float,
+) -> None:
+    """Answer each message, then call `idle`, until `Stop`.
+
+    An exception is answered with a `Failure` of its round. One of `idle` has no round: it ends the
+    worker, which is then replaced.
+    """
+    while not isinstance(message := server.receive(spin_s=spin_s), Stop):
+        if not isinstance(message, (Propose, Verify)):
+            continue
+        try:
+            server.send(answer(message))
+        except Exception as error:
+            log.exception("round %d failed", message.number)
+            server.send(Failure.from_error(message.number, error))
+        else:
+            idle()
+    server.close()
+
+
+def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:
+    """Run the drafter's first passes, and those that prepare proposals if it anticipates."""
+    encoder_input = () if target.decoder_start is None else (0,)
+    for length in WARM_UP_LENGTHS:
+        step = _draft_step(min(length, drafter.context - 2), encoder_input)
+        drafter.propose([step], float("inf"))
+        drafter.prepare(bool)
+        drafter.release([WARMUP_SEQ_ID])
+
+
+def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
+    """Set torch's CPU threads: those of the config, or else a fair share of this node's cores.
+
+    The share is counted as if all `sharers` ran on this node.
+    """
+    torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
+
+
+def _check_device(site: WorkerSite, name: str) -> None:
+    """Raise DeviceFault if the worker's device of that name fails its self-test."""
+    torch.set_num_threads(1)  # threads would wait for each other longer than the test takes
+    device = resolve_device(name)
+    if (fault := find_fault(device)) is not None:
+        place = _worker_place(site, device)
+        raise DeviceFault(
+            f"{place.hardware} of node {site.address} is faulty: {fault}",
+            node=place.node,
+            device=place.hardware,
+        )
+
+
+def _worker_place(site: WorkerSite, device: torch.device) -> WorkerPlace:
+    return WorkerPlace(site.node, os.getpid(), str(device), site.accelerators)
+
+
+def _draft_step(length: int, encoder_input: tuple[int, ...]) -> DraftStep:
+    return DraftStep(
+        WARMUP_SEQ_ID,
+        0,
+        (0,) * max(1, length),
+        2,
+        Policy(Warp(), "block", seed=0, prompt_length=length),
+        encoder_input,
+    )

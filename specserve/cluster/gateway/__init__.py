@@ -1,0 +1,1 @@
+"""What a gateway does with requests: choose an engine, resume on another one."""

@@ -1,1 +1,0 @@
-"""Drafters that review one another's proposals."""

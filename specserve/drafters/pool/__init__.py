@@ -1,1 +1,0 @@
-"""A drafter that several engines share: one batch of all of them, with fair shares by engine."""

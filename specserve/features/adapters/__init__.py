@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) of the target: their files, their layers and their memory."""

@@ -1,0 +1,1 @@
+"""Cascades: several draft models, of which each reviews the tokens of the next."""

@@ -1,0 +1,1 @@
+"""One draft for several engines."""

@@ -1,0 +1,1 @@
+"""EAGLE-3 heads and draft heads: small networks that read the states of the target."""

@@ -1,0 +1,283 @@
+"""Draft with an EAGLE-3 head: layers over the target's hidden states, with a cache of its own.
+
+It drafts as a model does, token by token, or in one pass if it is a P-EAGLE head. What it adds is
+where its rows get their states from, and that rows of draft tokens are computed again once the
+target's own states are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.config.tree import Config
+from specserve.drafters.branch_budget import MAX_BRANCHES
+from specserve.drafters.neural.draft_state import DraftState, DraftTask
+from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.features.eagle.block_drafts import BlockDrafting, MaskRow, mask_row
+from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleInfo, EagleWeights
+from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
+from specserve.features.eagle.states import TargetStates
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.grammar.sequences import GrammarStates
+from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
+from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.embedding import load_embedding
+from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.device_formats import resolve_device, resolve_dtype
+from specserve.models.hidden_taps import HiddenRows
+from specserve.models.layers import PrivateWeights, linear_weights
+from specserve.models.runner import Runner
+from specserve.models.target import TargetModel
+from specserve.types import DraftStep, ModelInfo, Proposal, Step
+
+PAGES_FOR_BRANCHES = 2 * MAX_BRANCHES
+"""Pages of a head apart beside those of its sequences: each branch takes one or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """The device and format of a head, and what it has to know of its target."""
+
+    device: torch.device
+    dtype: str
+    num_pages: int
+    page_size: int
+    prefix_caching: bool
+    vocab_size: int  # the target's
+    context: int
+    support: int = 64
+    kernel: str = "auto"  # of linear layers on CPUs
+
+
+class EagleDrafter(NeuralDrafter):
+    """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
+
+    def __init__(
+        self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
+    ) -> None:
+        """Create a drafter; `options` are those of `NeuralDrafter`.
+
+        With a mask row it drafts all tokens in one pass.
+        """
+        super().__init__(runner, **options)
+        self._target_states = states
+        self._block = (
+            None
+            if mask is None
+            else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
+        )
+        # Rows of each sequence that were computed when it had all states that they read.
+        self._num_firm: dict[int, int] = {}
+        runner.on_written = self._on_written
+
+    @classmethod
+    def from_config(cls, config: Config, target: TargetModel) -> EagleDrafter:
+        """Open the head of a config beside its target, which hands its hidden states over."""
+        return cls.from_files(
+            _find_head(config),
+            target,
+            dtype=config.draft.dtype,
+            support=config.draft.support,
+            kernel=config.weights.kernel,
+        )
+
+    @classmethod
+    def from_files(
+        cls,
+        directory: Path,
+        target: TargetModel,
+        *,
+        dtype: str = "auto",
+        support: int = 64,
+        pages: int | None = None,  # None: as many as the target's
+        kernel: str = "auto",
+    ) -> EagleDrafter:
+        """Open a head that has been checked to be of this target, in the target's process."""
+        cache, network = target.runner.cache, target.network
+        assert network is not None, "the config has been checked"
+        drafter = cls.open(
+            directory,
+            HeadOptions(
+                cache.device,
+                dtype,
+                pages or cache.num_pages,
+                cache.page_size,
+                cache.prefix_caching,
+                target.info.vocab_size,
+                target.info.max_context,
+                support,
+                kernel,
+            ),
+            target_embedding=lambda dtype: network.embedding,
+            grammar_compiler=target.grammar_states.grammar_compiler,
+        )
+        target.on_hidden = drafter.receive_hidden
+        return drafter
+
+    @classmethod
+    def apart(
+        cls, config: Config, target: ModelInfo, grammar_compiler: GrammarCompiler | None
+    ) -> EagleDrafter:
+        """Open the head of a config on a device of its own.
+
+        Of the target's files it reads the embedding, if the head has none of its own.
+        """
+        draft = config.draft
+        return cls.open(
+            _find_head(config),
+            HeadOptions(
+                resolve_device(draft.device),
+                draft.dtype,
+                target.num_pages
+                + (PAGES_FOR_BRANCHES if config.speculation.anticipation.enabled else 0),
+                target.page_size,
+                target.prefix_caching,
+                target.vocab_size,
+                target.max_context,
+                draft.support,
+                config.weights.kernel,
+            ),
+            target_embedding=lambda dtype: load_embedding(target_checkpoint(config), dtype=dtype),
+            grammar_compiler=grammar_compiler,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        options: HeadOptions,
+        *,
+        target_embedding: Callable[[torch.dtype], Tensor],
+        grammar_compiler: GrammarCompiler | None = None,
+    ) -> EagleDrafter:
+        """Open a head; it asks for the target's embedding only if it has none of its own."""
+        info, device = EagleInfo.from_directory(directory), options.device
+        weights, dtype = EagleWeights(directory, info), resolve_dtype(options.dtype, device)
+        cache = PagedCache(
+            num_layers=info.num_layers,
+            kv_heads=info.layer.num_key_value_heads,
+            head_dim=info.layer.head_dim + KEY_PADDING,
+            v_head_dim=info.layer.head_dim,
+            state_width=info.layer.hidden_size + 1,
+            num_pages=options.num_pages,
+            page_size=options.page_size,
+            dtype=dtype,
+            device=device,
+            prefix_caching=options.prefix_caching,
+        )
+        embedding = (
+            weights.read("embed_tokens.weight").to(device, dtype)
+            if "embed_tokens.weight" in weights
+            else target_embedding(dtype).to(device)
+        )
+        with linear_weights(PrivateWeights(options.kernel)):
+            network = EagleNetwork(
+                weights,
+                cache,
+                embedding=embedding,
+                attention=GroupedAttention(
+                    sdpa_kernel if device.type == "cuda" else invariant_kernel
+                ),
+                context=options.context,
+            )
+            projection = EagleProjection(weights, dtype=dtype, device=device)
+        states, mask = TargetStates(cache, projection), None
+        if info.mask_token is not None:
+            mask = mask_row(info.mask_token, weights.read(MASK_HIDDEN), states)
+        return cls(
+            Runner(network, cache, device=device),
+            states,
+            mask,
+            vocab_size=options.vocab_size,
+            target_vocab_size=options.vocab_size,
+            context=options.context,
+            support=options.support,
+            grammar_states=GrammarStates(grammar_compiler),
+        )
+
+    @property
+    def can_anticipate(self) -> bool:
+        """True if it can go on behind its own draft tokens.
+
+        A P-EAGLE head cannot: it was trained on draft tokens whose states are the target's, or on
+        masks, and has no states of its own.
+        """
+        return self._block is None
+
+    def receive_hidden(self, hidden: Sequence[HiddenRows]) -> None:
+        """Keep new states of the target, until the steps that read them."""
+        self._target_states.receive(hidden)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        super().release(seq_ids)
+        self._target_states.release(seq_ids)
+        for seq_id in seq_ids:
+            self._num_firm.pop(seq_id, None)
+
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace the sequence; behind its own firm rows, the branch's are computed again."""
+        super().promote_branch(seq_id, branch_id)
+        self._num_firm.pop(branch_id, None)
+
+    def _on_written(self, steps: Sequence[Step]) -> None:
+        if self._block is not None:
+            self._block.write_states(steps)
+            return
+        self._target_states.store(steps)
+        for step in steps:
+            self._num_firm[step.seq_id] = self._states[step.seq_id].start
+
+    def _task(self, step: DraftStep) -> DraftTask | None:
+        state = self._states.get(step.seq_id)
+        if self._block is not None and state is not None and len(state.tokens) < step.gamma:
+            self.drop_drafts([step.seq_id])  # a pass begins at the newest token; it draws the same
+        task = super()._task(step)
+        return None if task is None else self._with_loose_rows(task)
+
+    def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
+        return self._with_loose_rows(super()._resume_task(seq_id, state, num_wanted=num_wanted))
+
+    def _draw_tasks(
+        self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool], *, constrained: bool
+    ) -> None:
+        if self._block is None:
+            super()._draw_tasks(tasks, should_stop, constrained=constrained)
+            return
+        looks_back = any(task.state.policy.warp.needs_history for task in tasks)
+        self._block.draw(tasks, constrained=constrained or looks_back)
+
+    def _with_loose_rows(self, task: DraftTask) -> DraftTask:
+        """Return the task, begun at the first row that the head computed from its own states.
+
+        These are rows of a promoted branch, whose states of the target are there now. Rows of its
+        draft tokens are computed again with them, from the states that they were drafted from.
+        """
+        prefill, seq_id = task.prefill, task.seq_id
+        start = self._num_firm.get(seq_id, prefill.start)
+        if start >= min(prefill.start, task.state.start):
+            return task
+        self._target_states.keep_own(seq_id, start)
+        tokens = tuple(self.runner.cache.tokens(seq_id, start, prefill.start).tolist())
+        prefill = replace(prefill, start=start, tokens=tokens + prefill.tokens)
+        return replace(task, prefill=prefill, written=self.runner.positions(prefill))
+
+    def _proposal(self, step: DraftStep) -> Proposal:
+        """Return the proposal, with the rows of its draft tokens not counted as cached.
+
+        They were computed from the head's own states, so the next step repeats those accepted.
+        """
+        proposal = super()._proposal(step)
+        return replace(proposal, num_cached=min(proposal.num_cached, step.stop))
+
+
+def _find_head(config: Config) -> Path:
+    draft = config.draft
+    assert draft.path is not None, "the config has been checked"
+    return find_checkpoint(draft.path, revision=draft.revision, key="draft.path")

@@ -1,0 +1,247 @@
+"""The forward pass of an EAGLE-3 head: decoder layers over token and hidden state.
+
+Row i is token i with the state behind token i - 1, which the target computed or, for a draft token,
+the head itself. Its own output is the state behind token i until the target's is there. In a
+P-EAGLE head (arXiv 2602.01469) a mask token with a learned state stands for a draft token, and the
+head's output is no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.features.eagle.checkpoint import EagleWeights
+from specserve.features.eagle.states import OWN, TARGETS, UNKNOWN, previous_slots
+from specserve.models.attention import Attention, AttentionVariant, Rotation
+from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.load import llama_rotary
+from specserve.models.layers import (
+    HeadShape,
+    PackedLinear,
+    PlainLinear,
+    RMSNorm,
+    join_linears,
+    make_linear,
+    take_gate,
+    take_linear,
+)
+from specserve.models.layout import Layout
+from specserve.models.llama import rotary_table
+
+KEY_PADDING = 8
+"""Numbers added to each key, of which the first is a score for all queries.
+
+One would do, but kernels of GPUs take multiples of 8.
+"""
+BLOCKED = -1e4
+"""That score of a key without a state, which no softmax gives any weight beside others."""
+UNDRAFTED = -1e4
+"""Logit of the target's tokens that the head does not know.
+
+It is finite: where a grammar allows no other tokens, they are drawn.
+"""
+
+
+class EagleProjection:
+    """The product that joins three hidden states of the target into one state of the head."""
+
+    def __init__(self, weights: EagleWeights, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._fc = make_linear(weights.read("fc.weight").to(device, dtype))
+        self._norm = None
+        if weights.info.norm_before_fc:
+            self._norm = RMSNorm(
+                weights.read("input_norm.weight").to(device, dtype), weights.info.layer.rms_norm_eps
+            )
+
+    @torch.inference_mode()
+    def __call__(self, taps: Tensor) -> Tensor:  # [rows, taps * target hidden] -> [rows, hidden]
+        taps = taps.to(self._device, self._dtype)
+        return self._fc.forward(taps if self._norm is None else self._norm(taps))
+
+
+class HeadParts:
+    """Norms and linear layers of a head's weights, on their device."""
+
+    def __init__(self, weights: EagleWeights, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.weights, self.config = weights, weights.info.layer
+        self._device, self._dtype = device, dtype
+
+    def read(self, name: str) -> Tensor:
+        return self.weights.read(name).to(self._device, self._dtype)
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.read(f"{name}.weight"), self.config.rms_norm_eps)
+
+    def linears(self, owner: str, *names: str) -> Any:
+        """Return an object with these linear layers, as the library's modules have them."""
+        return SimpleNamespace(
+            **{
+                name: SimpleNamespace(
+                    weight=self.read(f"{owner}.{name}.weight"),
+                    bias=self.read(bias)
+                    if (bias := f"{owner}.{name}.bias") in self.weights
+                    else None,
+                )
+                for name in names
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedRows:
+    """The rows of a pass as attention needs them."""
+
+    known: Tensor  # [rows, 1] whether there is a state to read
+    rotation: Rotation
+    layout: Layout
+
+
+class EagleLayer:
+    """Attention and MLP of one decoder layer, whose input comes normed."""
+
+    def __init__(
+        self, parts: HeadParts, name: str, attention: Attention, keys: Tensor, values: Tensor
+    ) -> None:
+        config, dim = parts.config, parts.config.head_dim
+        self._attention, self._keys, self._values = attention, keys, values
+        self._heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, dim)
+        self._variant = AttentionVariant(scaling=dim**-0.5)
+        own = parts.linears(f"{name}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+        mlp = parts.linears(f"{name}.mlp", "gate_proj", "up_proj", "down_proj")
+        self._qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
+        self._out = take_linear(own, "o_proj")
+        self._gate, self._down = (
+            take_gate(mlp, "gate_proj", "up_proj"),
+            take_linear(mlp, "down_proj"),
+        )
+        self._norm_mlp = parts.norm(f"{name}.post_attention_layernorm")
+        self._norms_qk = (
+            (parts.norm(f"{name}.self_attn.q_norm"), parts.norm(f"{name}.self_attn.k_norm"))
+            if f"{name}.self_attn.q_norm.weight" in parts.weights
+            else None
+        )
+
+    def run(self, normed: Tensor, residual: Tensor, rows: AttendedRows) -> Tensor:
+        """Return the layer's output, [rows, hidden]."""
+        x = self._out.add_to_residual(self._attend(normed, rows), residual)
+        return self._down.add_to_residual(self._gate.forward(self._norm_mlp(x)), x)
+
+    def _attend(self, x: Tensor, rows: AttendedRows) -> Tensor:
+        """Attend to the rows with a state: the score of any other key is far below all others."""
+        query, kv, dim = self._heads.query, self._heads.kv, self._heads.dim
+        qkv = self._qkv.forward(x).view(-1, query + 2 * kv, dim)
+        q, k = qkv[:, :query], qkv[:, query : query + kv]
+        if self._norms_qk is not None:
+            q, k = self._norms_qk[0](q), self._norms_qk[1](k)
+        qk = rows.rotation.apply(torch.cat([q, k], dim=1))
+        qk = F.pad(qk, (0, KEY_PADDING))
+        qk[:, :query, dim] = 1
+        qk[:, query:, dim] = torch.where(rows.known, 0.0, BLOCKED).to(qk.dtype)
+        out = self._attention.attend(
+            rows.layout,
+            self._keys,
+            self._values,
+            qk[:, :query],
+            qk[:, query:],
+            qkv[:, query + kv :],
+            self._variant,
+        )
+        return out.reshape(-1, query * dim)
+
+
+class EagleNetwork:
+    """Embedding, the layers, the last norm, and the vocabulary head."""
+
+    def __init__(
+        self,
+        weights: EagleWeights,
+        cache: PagedCache,
+        *,
+        embedding: Tensor,  # [vocab, hidden]
+        attention: Attention,
+        context: int,
+    ) -> None:
+        info, config = weights.info, weights.info.layer
+        device, dtype = cache.device, cache.states.dtype
+        assert not attention.rotates, "keys are padded behind their rotation"
+        self.run_rows, self._cache = attention.run_rows, cache
+        self._embedding, self._vocab_size = embedding, info.vocab_size
+        self._norm_before_residual = info.norm_before_residual
+        self._returns_states = info.mask_token is None
+        parts = HeadParts(weights, device=device, dtype=dtype)
+        self._layers = [
+            EagleLayer(parts, f"layers.{index}", attention, keys, values)
+            for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))
+        ]
+        self._norm_token, self._norm_state = (
+            parts.norm("layers.0.input_layernorm"),
+            parts.norm("layers.0.hidden_norm"),
+        )
+        # Deeper layers read one state instead of a token and a state.
+        self._norms_deeper = [
+            parts.norm(f"layers.{index}.input_layernorm") for index in range(1, info.num_layers)
+        ]
+        self._norm_head = parts.norm("norm")
+        self._head: PackedLinear | PlainLinear = make_linear(parts.read("lm_head.weight"))
+        ids = weights.target_ids()
+        self._target_ids = None if ids is None else ids.to(device)
+        self._rotary = rotary_table(
+            llama_rotary(config).to(device), embedding[:1].to(dtype), context
+        )
+
+    def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
+        x = self._last_states(ids, layout)
+        return self._logits(x if rows is None else x.index_select(0, rows))
+
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        x = self._last_states(ids, layout)
+        for rows in parts:
+            yield self._logits(x.index_select(0, rows))
+
+    def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
+        """Run the layers, and keep their outputs as the states behind rows without the target's.
+
+        The state behind the last row of a sequence is never the target's yet. That behind any other
+        row is read by the next row of this pass, so it was there before. Outputs that are no states
+        leave none, and that of a mask goes with the pass that read it.
+        """
+        states, previous = self._cache.states, previous_slots(layout)
+        read = states.index_select(0, previous)[:, :-1]  # [rows, hidden]
+        known = ~read[:, :1].isnan() & (layout.positions > 0)[:, None]  # [rows, 1]
+        tokens = self._embedding.index_select(0, ids).to(states.dtype)
+        x = self._run_layers(tokens, read.where(known, 0), known, layout)
+        is_last = torch.ones_like(layout.slots, dtype=torch.bool)
+        is_last[:-1] = previous[1:] != layout.slots[:-1]
+        kept = states.index_select(0, layout.slots)
+        is_own = is_last[:, None] | (kept[:, -1:] != TARGETS)
+        output = x.where(known, UNKNOWN) if self._returns_states else x.new_full((), UNKNOWN)
+        own = F.pad(output.expand_as(x), (0, 1), value=OWN)
+        states.index_copy_(0, layout.slots, torch.where(is_own, own, kept))
+        return x
+
+    def _run_layers(self, tokens: Tensor, states: Tensor, known: Tensor, layout: Layout) -> Tensor:
+        normed = self._norm_state(states)
+        x = normed if self._norm_before_residual else states
+        rows = AttendedRows(known, Rotation(self._rotary, layout.positions), layout)
+        first, *deeper = self._layers
+        x = first.run(torch.cat([self._norm_token(tokens), normed], dim=-1), x, rows)
+        for layer, norm in zip(deeper, self._norms_deeper, strict=True):
+            x = layer.run(norm(x), x, rows)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, the target's vocabulary]
+        logits = self._head.forward(self._norm_head(x))
+        if self._target_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self._vocab_size), UNDRAFTED)
+        return whole.index_copy_(1, self._target_ids, logits)

@@ -1,0 +1,328 @@
+"""Train an EAGLE-3 head on a target's own distribution over given texts: `specserve eagle`.
+
+The target is not changed. The files are those of SpecForge, which other engines open as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.api.tokenizer import Tokenizer
+from specserve.errors import BadValue, ModelError, UnsupportedModel
+from specserve.features.eagle.checkpoint import (
+    FINGERPRINT,
+    NUM_TAPS,
+    EagleInfo,
+    EagleWeights,
+    require_eagle_for,
+)
+from specserve.features.eagle.train_heads import (
+    EVALUATED,
+    FADE,
+    FLOOR,
+    HELD_OUT,
+    WARM_UP,
+    Teacher,
+    repeat_shuffled,
+    text_windows,
+)
+from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
+from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.load import (
+    is_encoder_decoder,
+    llama_config,
+    read_config,
+)
+from specserve.models.checkpoints.weights import fingerprint
+from specserve.progress import ReportProgress
+from specserve.tools.count_ngrams import read_text
+
+LEARNING_RATE = 2e-3
+"""Learning rate of AdamW."""
+DRAFT_VOCAB = 32_000
+"""Most frequent tokens of the texts that the head can draft."""
+FILE_NUMBERS = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A window as a head learns from it: states, tokens and the target's distribution."""
+
+    taps: Tensor  # [rows, 3 * hidden]
+    tokens: Tensor  # [rows + depths, hidden] embeddings
+    p: Tensor  # [rows + depths, draft vocabulary] behind each token
+
+    @classmethod
+    @torch.no_grad()
+    def from_window(
+        cls, teacher: Teacher, window: Tensor, taps: Sequence[int], ids: Tensor
+    ) -> Lesson:
+        """Run the target over a window [tokens]."""
+        out = teacher.module.base_model(
+            input_ids=window[None], use_cache=False, output_hidden_states=True
+        )
+        states = torch.cat([out.hidden_states[layer][0] for layer in taps], dim=-1)
+        p = teacher.head(out.last_hidden_state[0]).softmax(-1)
+        embedded = teacher.module.get_input_embeddings().weight[window[1:]]
+        rows = len(window) - DEPTHS
+        return cls(states[:rows].float(), embedded.float(), p[1:].index_select(-1, ids))
+
+    def losses(self, head: EagleModule, *, rejection: bool) -> Tensor:  # [depths]
+        """Return the loss of each depth: the divergence of q from p, or what is rejected.
+
+        p is that of the tokens that the head knows; it sums to less than 1.
+        """
+        rows, found = len(self.taps), []
+        for depth, log_q in enumerate(head.unroll(self.taps, self.tokens, DEPTHS)):
+            p = self.p[depth : depth + rows]
+            if rejection:
+                found.append(1 - torch.minimum(p, log_q.exp()).sum(-1).mean())
+            else:
+                found.append(F.kl_div(log_q, p, reduction="none").sum(-1).mean())
+        return torch.stack(found)
+
+
+def train(
+    target: str,
+    texts: Sequence[Path],
+    out: Path,
+    *,
+    minutes: float,
+    draft_vocab: int | None = None,
+    resume: bool = False,
+    threads: int | None = None,
+    report_progress: ReportProgress,
+) -> str:
+    """Write a head; return a sentence with its alpha on held-out windows. Raises BadValue.
+
+    With `resume` it goes on from the head in `out`, which keeps its own vocabulary.
+    """
+    for name, value in (("minutes", minutes), ("draft-vocab", draft_vocab)):
+        if value is not None and value <= 0:
+            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    checkpoint = find_checkpoint(target, key="--target")
+    if is_encoder_decoder(read_config(checkpoint)):
+        raise UnsupportedModel(
+            f"an EAGLE-3 head is for decoder-only targets, and {checkpoint} is an encoder-decoder"
+        )
+    tokenizer = Tokenizer.load(checkpoint)
+    report_progress("reading the texts")
+    windows = text_windows([tokenizer.encode(read_text(text)) for text in texts], DEPTHS)
+    report_progress("loading the target")
+    teacher = Teacher(checkpoint)
+    config = _layer_config(teacher)
+    taps: tuple[int, ...] = tapped_layers(teacher.spec.num_layers)
+    if resume:
+        taps = require_eagle_for(checkpoint, out).taps(teacher.spec.num_layers)
+        ids = _saved_ids(out)
+    else:
+        ids = frequent_ids(windows, min(draft_vocab or DRAFT_VOCAB, teacher.spec.vocab_size))
+    head = EagleModule(config, target_hidden=teacher.spec.hidden_size, draft_vocab=len(ids))
+    if resume:
+        _load(head, out)
+    else:
+        _initialise(head, teacher, ids)
+    head.to(teacher.device)
+    held_out = windows[::HELD_OUT][:EVALUATED]
+    learnt = [window for i, window in enumerate(windows) if i % HELD_OUT] or windows
+    _fit(head, teacher, learnt, taps, ids, minutes=minutes, report_progress=report_progress)
+    save_head(head, config, taps, ids, fingerprint(checkpoint), teacher.spec.vocab_size, out)
+    report_progress("evaluating the head")
+    alphas = ", ".join(f"{one:.3f}" for one in coverage(head, teacher, held_out, taps, ids))
+    tokens = sum(len(window) for window in held_out)
+    return f"{out} is an EAGLE-3 head; on {tokens:,} tokens that were held out, alpha is {alphas}"
+
+
+@torch.no_grad()
+def coverage(
+    head: EagleModule,
+    teacher: Teacher,
+    windows: Sequence[Tensor],
+    taps: Sequence[int],
+    ids: Tensor,
+) -> list[float]:
+    """Return alpha = E[sum min(p, q)] of each depth at temperature 1.
+
+    All tokens before are those of the text.
+    """
+    total, count = torch.zeros(DEPTHS), 0
+    for window in windows:
+        lesson = Lesson.from_window(teacher, window.to(teacher.device), taps, ids)
+        total += (1 - lesson.losses(head, rejection=True).cpu()) * len(lesson.taps)
+        count += len(lesson.taps)
+    return (total / count).tolist()
+
+
+def tapped_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return an early, a middle and a late layer whose inputs the head reads.
+
+    They are the usual 2, half of all and all but 3 where a target is deep enough for that.
+    """
+    if num_layers >= 8:
+        return 2, num_layers // 2, num_layers - 3
+    return min(1, num_layers - 1), num_layers // 2, num_layers - 1
+
+
+def frequent_ids(windows: Sequence[Tensor], num: int) -> Tensor:
+    """Return the most frequent tokens, and where texts have too few the lowest ids, in order."""
+    counts = Counter(token for window in windows for token in window.tolist())
+    chosen = [token for token, _ in counts.most_common(num)]
+    seen = set(chosen)
+    rest = (token for token in range(num + len(seen)) if token not in seen)
+    chosen += [next(rest) for _ in range(num - len(chosen))]
+    return torch.tensor(sorted(chosen))
+
+
+def save_head(
+    head: EagleModule,
+    config: Any,
+    taps: Sequence[int],
+    ids: Tensor,
+    target: str,
+    vocab_size: int,
+    directory: Path,
+) -> None:
+    """Save a head in the files of SpecForge, without the embedding, which is the target's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().cpu().to(FILE_NUMBERS).contiguous()
+        for name, tensor in head.named_parameters()
+    }
+    if len(ids) != vocab_size:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    keys = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "attention_bias": False,
+        "draft_vocab_size": len(ids),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in taps],  # by their outputs
+            "use_aux_hidden_state": True,
+        },
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_key_value_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "target_hidden_size": head.fc.in_features // NUM_TAPS,
+        FINGERPRINT: target,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size,
+    }
+    (directory / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+
+
+def _saved_ids(directory: Path) -> Tensor:
+    """Return the target's ids of the tokens that a saved head knows."""
+    weights = EagleWeights(directory, EagleInfo.from_directory(directory))
+    ids = weights.target_ids()
+    return torch.arange(weights.draft_vocab_size) if ids is None else ids
+
+
+@torch.no_grad()
+def _load(head: EagleModule, directory: Path) -> None:
+    """Read the weights of a head that `save_head` wrote."""
+    stored = load_file(directory / "model.safetensors")
+    for name, parameter in head.named_parameters():
+        if name not in stored or stored[name].shape != parameter.shape:
+            raise ModelError(
+                f"the head at {directory} was not trained by `specserve eagle` for this target; "
+                "leave --resume out"
+            )
+        parameter.copy_(stored[name].float())
+
+
+def _layer_config(teacher: Teacher) -> Any:
+    """Return the config of a layer as wide as the target's."""
+    own, spec = teacher.module.config, teacher.spec
+    heads, dim = own.num_attention_heads, spec.head_dim
+    return llama_config(
+        {
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": getattr(own, "intermediate_size", None) or 4 * spec.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(own, "num_key_value_heads", None) or heads,
+            "head_dim": dim,
+            "rms_norm_eps": getattr(own, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": spec.max_context,
+            "rope_theta": (getattr(own, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
+            "vocab_size": spec.vocab_size,
+        }
+    )
+
+
+@torch.no_grad()
+def _initialise(head: EagleModule, teacher: Teacher, ids: Tensor) -> None:
+    """Begin with the target's last tapped state and its head, and a layer that adds little."""
+    layer: Any = head.midlayer
+    hidden = teacher.spec.hidden_size
+    head.fc.weight.mul_(0.1)
+    head.fc.weight[:, -hidden:] += torch.eye(hidden)
+    for linear in (layer["self_attn"]["o_proj"], layer["mlp"]["down_proj"]):
+        linear.weight.mul_(0.1)
+    output = teacher.module.get_output_embeddings().weight
+    head.lm_head.weight.copy_(output[ids.to(output.device)].float().cpu())
+    norm = getattr(getattr(teacher.module.base_model, "norm", None), "weight", None)
+    if norm is not None:
+        head.norm.weight.copy_(norm.float().cpu())
+
+
+def _fit(
+    head: EagleModule,
+    teacher: Teacher,
+    windows: Sequence[Tensor],
+    taps: Sequence[int],
+    ids: Tensor,
+    *,
+    minutes: float,
+    report_progress: ReportProgress,
+) -> None:
+    """Minimise the divergence from the target first, then the probability of rejection."""
+    ids = ids.to(teacher.device)
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    fade = torch.tensor([FADE**i for i in range(DEPTHS)], device=teacher.device)
+    start = time.monotonic()
+    for step, window in enumerate(repeat_shuffled(windows)):
+        progress = (time.monotonic() - start) / (60 * minutes)
+        if progress >= 1:
+            return
+        rate = min(1.0, (step + 1) / WARM_UP) * (
+            FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * rate
+        rejection = progress > 0.5
+        lesson = Lesson.from_window(teacher, window.to(teacher.device), taps, ids)
+        losses = lesson.losses(head, rejection=rejection)
+        torch.autograd.backward((losses * fade).sum())
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        name = "rejected" if rejection else "divergence"
+        each = ", ".join(f"{value:.3f}" for value in losses.tolist())
+        report_progress("training the head", progress, f"{step + 1} windows, {name} {each}")

@@ -1,0 +1,1 @@
+"""Drafting with some of the layers of the target itself."""

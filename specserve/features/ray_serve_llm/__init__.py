@@ -1,0 +1,1 @@
+"""specserve as an engine of Ray Serve LLM."""

@@ -1,0 +1,1 @@
+"""Kernels for CPUs: linear layers, attention and whole layers, compiled or by oneDNN."""

@@ -1,0 +1,236 @@
+"""Products of bf16 rows with a packed weight.
+
+A weight [out, in] is packed into panels of 32 outputs, [panels, in / 2, 32, 2], so that a product
+reads it once and in order. A row's bits do not depend on the rows beside it, nor on the thread that
+computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from specserve.models.cpu.compiled.coded_tiles import BITS, CODED_ROWS, SCALE_BYTES, coded_tiles
+from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
+from specserve.models.cpu.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    TILE_ROWS,
+    Tiles,
+    clear_sums,
+    row_sums,
+    tile_height,
+)
+from specserve.models.cpu.compiled.vectors import (
+    FP32,
+    LANES,
+    LONG,
+    POINTER,
+    at,
+    at_if_any,
+    counting,
+    exp,
+    first_lanes,
+    larger,
+    load_bf16,
+    new_function,
+    new_memory,
+    rounded,
+    smaller,
+    store_bf16,
+)
+
+MAX_ROWS = 74 * TILE_ROWS
+"""Rows of one product; each thread has their sums over a panel on its stack."""
+BLOCK_PAIRS = 1024
+"""Pairs of inputs after which the next tile has its turn, so that the panel stays in the cache."""
+CHUNK_BYTES = 1 << 18
+"""Bytes of panels that a thread takes at a time, if that leaves each of four two turns or more.
+
+They fit into the cache beside a core. A thread that is held up takes fewer of them.
+"""
+GROUP_TILES = 4
+"""Tiles that all panels of such a chunk are multiplied with before the next ones have their turn.
+
+Their results lie in so many places of memory that the processor knows the addresses of all.
+"""
+PREFETCH_BYTES = 4096
+"""Distance of the weights that are fetched ahead."""
+
+OUTPUTS = {"product": PANEL, "gated_product": LANES}
+"""Functions, and how many outputs each makes of a panel."""
+ARGUMENTS = (
+    *("x", "weight", "out", "residual", "bias"),  # pointers; the last two may be null
+    *("rows", "pairs", "columns"),
+    *("bits", "span"),  # of a weight: 16, or 8 or 4, and the pairs of inputs that share scales
+    *("x_stride", "out_stride"),  # bytes of a row; the residual's is that of the result
+)
+"""A team's size follows."""
+PRODUCT = Record(
+    dict.fromkeys(ARGUMENTS[:5], POINTER)
+    | dict.fromkeys(ARGUMENTS[5:], LONG)
+    | dict.fromkeys(
+        ("panels", "chunk", "block", "tile", "group", "block_bytes", "panel_bytes"), LONG
+    )
+    | {"next": POINTER}  # the number of panels that are taken
+)
+
+
+class AllTiles:
+    """The tiles over weights of each number of bits."""
+
+    def __init__(self, module: ir.Module, tiles: Tiles) -> None:
+        self._tiles = tiles
+        self._coded = {bits: coded_tiles(module, bits) for bits in BITS}
+
+    def add_products(self, code: Any, bits: Any, **given: Any) -> None:
+        """Build the products with a block of a panel, whose weights have so many bits."""
+        after = code.append_basic_block("multiplied")
+        others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
+        plain = code.append_basic_block("of16")
+        switch = code.switch(bits, plain)
+        for block, own in others.items():
+            switch.add_case(LONG(own), block)
+        for block in (plain, *others):
+            code.position_at_end(block)
+            tiles = self._coded[others[block]] if block in others else self._tiles
+            tiles.add_products(code, **given)
+            code.branch(after)
+        code.position_at_end(after)
+
+
+def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, Stage]:
+    """Build `product`, and `gated_product`, which makes silu(gate) * up of its own result.
+
+    Panels of the second have 16 rows of the gate's weight and the same 16 of the other; it takes
+    neither bias nor residual.
+    """
+    stages = {}
+    for name, finish in (("product", _finish(module)), ("gated_product", _finish_gated(module))):
+        work = _work(module, name, tiles, finish)
+        stages[name] = Stage(work, partial(_new_record, OUTPUTS[name]))
+        code, values, threads = new_entry(module, name, PRODUCT, ARGUMENTS)
+        stages[name].run_alone(code, team, values, threads)
+        code.ret_void()
+    return stages
+
+
+def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
+    """Build the record of a product that makes so many outputs of a panel."""
+    rows, pairs, bits = values["rows"], values["pairs"], values["bits"]
+    is_coded = code.icmp_signed("!=", bits, LONG(16))
+    most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
+    tile = tile_height(code, rows, most)
+    has_one_tile = code.icmp_signed("==", tile, rows)
+    # Where scales change, the sums are rounded: integers have the same blocks for all rows.
+    block = code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS))
+    block = code.select(is_coded, values["span"], block)
+    scales = code.select(is_coded, LONG(SCALE_BYTES), LONG(0))
+    block_bytes = code.add(scales, code.mul(block, code.mul(bits, LONG(PAIR_BYTES // 16))))
+    coded_bytes = code.mul(code.sdiv(pairs, block), block_bytes)
+    panel_bytes = code.select(is_coded, coded_bytes, code.mul(pairs, LONG(PAIR_BYTES)))
+    panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
+    fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
+    fair = code.sdiv(panels, LONG(8))
+    fits = code.icmp_signed(">", fitting, LONG(0))
+    return PRODUCT.new(
+        code,
+        {
+            **values,
+            "panels": panels,
+            "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
+            "block": block,
+            "tile": tile,
+            "group": code.select(fits, code.mul(tile, LONG(GROUP_TILES)), rows),
+            "block_bytes": block_bytes,
+            "panel_bytes": panel_bytes,
+        },
+    )
+
+
+def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) -> ir.Function:
+    """Build what a thread does: take panels as long as there are any."""
+    function, code = new_function(module, f"work_on_{name}", [POINTER])
+    memory = function.args[0]
+    field = PRODUCT.load(code, memory)
+    rows, pairs, columns = field["rows"], field["pairs"], field["columns"]
+    in_bytes, out_bytes = field["x_stride"], field["out_stride"]
+    sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
+    with taking(code, field["next"], field["chunk"], field["panels"]) as first:
+        stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
+        with (
+            counting(code, LONG(0), rows, field["group"]) as group,
+            counting(code, first, stop, LONG(1)) as panel,
+        ):
+            weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
+            group_rows = smaller(code, field["group"], code.sub(rows, group))
+            group_x = at(code, field["x"], code.mul(group, in_bytes))
+            # The first tile brings the panel into the cache.
+            is_first = code.icmp_signed("==", group, LONG(0))
+            clear_sums(module, code, sums, group_rows)
+            with counting(code, LONG(0), pairs, field["block"]) as pair:
+                number = code.sdiv(pair, field["block"])
+                tiles.add_products(
+                    code,
+                    field["bits"],
+                    x=at(code, group_x, code.mul(pair, LONG(4))),
+                    stride=in_bytes,
+                    rows=group_rows,
+                    height=field["tile"],
+                    panel=at(code, weight, code.mul(number, field["block_bytes"])),
+                    pairs=smaller(code, field["block"], code.sub(pairs, pair)),
+                    sums=sums,
+                    fetches=code.select(is_first, LONG(PREFETCH_BYTES), LONG(0)),
+                )
+            column = code.mul(panel, LONG(OUTPUTS[name]))
+            bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
+            offset = code.add(code.mul(column, LONG(2)), code.mul(group, out_bytes))
+            residual = at_if_any(code, field["residual"], offset)
+            out = at(code, field["out"], offset)
+            columns_left = code.sub(columns, column)
+            code.call(finish, [sums, group_rows, out, out_bytes, residual, bias, columns_left])
+    code.ret_void()
+    return function
+
+
+FINISH_ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG]
+"""Sums, rows, out, bytes of a row of out and of residual, residual, bias, columns that are left."""
+
+
+def _finish(module: ir.Module) -> ir.Function:
+    """Build the function that adds bias and residual to a panel's sums, and rounds to bf16."""
+    function, code = new_function(module, "finish", FINISH_ARGUMENTS)
+    sums, rows, out, stride, residual, bias, columns = function.args
+    load = partial(load_bf16, module, code)
+    masks = [first_lanes(code, code.sub(columns, LONG(LANES * i))) for i in range(2)]
+    biases = [load(at_if_any(code, bias, LONG(2 * LANES * i)), masks[i]) for i in range(2)]
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        offset = code.mul(row, stride)
+        for i, own in enumerate(row_sums(code, sums, row)):
+            place = code.add(offset, LONG(2 * LANES * i))
+            more = load(at_if_any(code, residual, place), masks[i])
+            value = code.fadd(code.fadd(own, biases[i]), more)
+            store_bf16(module, code, value, at(code, out, place), masks[i])
+    code.ret_void()
+    return function
+
+
+def _finish_gated(module: ir.Module) -> ir.Function:
+    """Build the function that makes silu(gate) * up of a panel's sums.
+
+    It rounds to bf16 wherever a network of single operations does.
+    """
+    function, code = new_function(module, "finish_gated", FINISH_ARGUMENTS)
+    sums, rows, out, stride, _, _, columns = function.args
+    mask = first_lanes(code, columns)
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        gate, up = (rounded(code, value) for value in row_sums(code, sums, row))
+        one = FP32([1.0] * LANES)
+        silu = code.fdiv(gate, code.fadd(one, exp(module, code, code.fneg(gate))))
+        value = code.fmul(rounded(code, silu), up)
+        store_bf16(module, code, value, at(code, out, code.mul(row, stride)), mask)
+    code.ret_void()
+    return function

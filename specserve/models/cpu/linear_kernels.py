@@ -1,0 +1,349 @@
+"""Kernels of linear layers on CPUs: how a weight is packed, and what multiplies it.
+
+All are row-invariant: a row's result has the same bits whatever shares its pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.errors import ConfigError
+from specserve.models.coded_weight import ZERO_CODE, CodedWeight, of_one_width
+from specserve.models.shape_buckets import bucket_size
+from specserve.processor import processor_flags
+
+if TYPE_CHECKING:
+    from specserve.models.cpu.compiled.functions import Function, Functions
+
+log = logging.getLogger(__name__)
+
+LONG_INNER = 1024
+"""Inner size from about which oneDNN sums a single row in another order."""
+CACHE_LINE = 64
+COMPILING_FAILS = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
+"""Errors of compiling, and of trying what was compiled."""
+MAX_SERIAL = 1 << 18
+"""Multiplications up to which one thread is done before a team of them has begun."""
+
+
+MAX_SPAN = 4096
+"""Inputs of a panel's part with small integers, if halves are even: 64 kB and more of them."""
+
+
+class LinearKernel(Protocol):
+    """A way to compute x W^T + b in bf16."""
+
+    name: str
+
+    def __hash__(self) -> int: ...
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return a weight [out, in] in the order in which `product` reads it."""
+        ...
+
+    def product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """Return x W^T + b of rows [n, in], added to residual [n, out] if there is one."""
+        ...
+
+    def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return two weights [out, in] as one, for `gated_product`."""
+        ...
+
+    def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+        """Return silu(x G^T) * (x U^T) of rows [n, in]."""
+        ...
+
+
+class OneDnnKernel:
+    """The products of oneDNN, which come with torch, on processors that multiply bf16."""
+
+    name = "onednn"
+
+    def __init__(self) -> None:
+        self._product = torch.ops.mkldnn._linear_pointwise
+
+    def pack(self, weight: Tensor) -> Tensor:
+        weight = weight.widen() if isinstance(weight, CodedWeight) else weight
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        return packed
+
+    def product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        rows = len(x)
+        padding = 1 if rows == 1 and x.shape[1] >= LONG_INNER else bucket_size(rows) - rows
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
+            residual = None if residual is None else F.pad(residual, (0, 0, 0, padding))
+        out: Tensor = (
+            self._product.default(x, packed, bias, "none", [], "")
+            if residual is None
+            else self._product.binary(x, residual, packed, bias, "add")
+        )
+        return out[:rows] if padding else out
+
+    def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.cat([gate, up])
+
+    def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+        gate, up = self.product(x, packed, 2 * outputs, None, None).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+class WidenedOneDnnKernel(OneDnnKernel):
+    """The products of oneDNN on processors without bf16: weights are kept in float32.
+
+    They take twice the memory. oneDNN packs no bf16 weights there, and torch's own loops over them
+    take 4 to 8 times as long at 8 to 32 rows (1,000 x 4,096, AVX2, one thread).
+    """
+
+    name = "onednn-float32"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return super().pack(weight.float())
+
+    def product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        bias = None if bias is None else bias.float()
+        residual = None if residual is None else residual.float()
+        return super().product(x.float(), packed, outputs, bias, residual).bfloat16()
+
+
+class CompiledKernel:
+    """The products of `compiled`, for processors that have AVX-512 with bf16.
+
+    Up to some thirty rows they take 0.7 to 0.9 times as long as oneDNN's.
+    """
+
+    name = "compiled"
+
+    def __init__(self, functions: Functions) -> None:
+        self.functions = functions
+
+    def pack(self, weight: Tensor) -> Tensor:
+        from specserve.models.cpu.compiled.tiles import PANEL
+
+        if isinstance(weight, CodedWeight):
+            return pack_coded(weight)
+        outputs, inputs = weight.shape
+        weight = F.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
+        return weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+    def product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        return self._run(self.functions.product, x, packed, outputs, bias, residual)
+
+    def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
+        coded = [weight for weight in (gate, up) if isinstance(weight, CodedWeight)]
+        if len(coded) < 2 or len({weight.scales.shape[1] for weight in coded}) > 1:
+            return _interleave(gate, up)
+        coded = of_one_width(coded)
+        codes = _interleave(*(weight.codes for weight in coded))
+        scales = _interleave(*(weight.scales for weight in coded))
+        return CodedWeight(codes, scales, coded[0].bits)
+
+    def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+        return self._run(self.functions.gated_product, x, packed, outputs, None, None)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight."""
+        x = x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        rows = x.numel() // width
+        threads = 1 if x.numel() <= MAX_SERIAL else torch.get_num_threads()
+        self.functions.rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, 2 * width, eps, threads
+        )
+        return out
+
+    def _run(
+        self,
+        function: Function,
+        x: Tensor,
+        packed: Tensor,
+        outputs: int,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        from specserve.models.cpu.compiled.products import MAX_ROWS
+
+        rows, inputs = x.shape
+        width = inputs + inputs % 2
+        stride = row_stride(width) if rows > 1 else 2 * width
+        x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
+        out = x.new_empty(rows, outputs)
+        bits, span = weight_layout(packed, inputs)
+        pairs, more = width // 2, None if residual is None else residual.contiguous()
+        threads = 1 if rows * packed.numel() <= MAX_SERIAL else torch.get_num_threads()
+        for start in range(0, rows, MAX_ROWS):
+            function(
+                x.data_ptr() + start * stride,
+                packed.data_ptr(),
+                out.data_ptr() + start * 2 * outputs,
+                0 if more is None else more.data_ptr() + start * 2 * outputs,
+                0 if bias is None else bias.data_ptr(),
+                min(MAX_ROWS, rows - start),
+                pairs,
+                outputs,
+                bits,
+                span,
+                stride,
+                2 * outputs,
+                threads,
+            )
+        return out
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    from specserve.models.cpu.compiled.vectors import LANES
+
+    groups = [
+        F.pad(weight, (0, 0, 0, -len(weight) % LANES)).view(-1, LANES, weight.shape[1])
+        for weight in (gate, up)
+    ]
+    return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def pack_coded(weight: CodedWeight) -> Tensor:
+    """Return small integers as the compiled tiles read them, [panels, spans, bytes].
+
+    A span has the scales of its 32 outputs and then its integers.
+    """
+    from specserve.models.cpu.compiled.tiles import PANEL
+
+    outputs, inputs = weight.shape
+    missing, spans, scales = -outputs % PANEL, weight.scales.shape[1], weight.scales
+    while inputs // spans > MAX_SPAN and inputs // spans % 4 == 0:
+        spans, scales = 2 * spans, scales.repeat_interleave(2, dim=1)
+    scales = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, spans).transpose(1, 2)
+    integers = F.pad(weight.integers, (0, 0, 0, missing))
+    shape = (-1, PANEL, spans, inputs // spans // 2, 2)
+    codes = integers.view(shape).permute(0, 2, 3, 1, 4)  # [panels, spans, pairs, PANEL, 2]
+    if weight.bits == 4:
+        first, second = (codes.flatten(3) + ZERO_CODE).view(torch.uint8).chunk(2, dim=-1)
+        codes = first | second << 4
+    coded = [scales.contiguous().view(torch.uint8), codes.flatten(2).view(torch.uint8)]
+    return torch.cat(coded, dim=-1)
+
+
+def weight_layout(packed: Tensor, inputs: int) -> tuple[int, int]:
+    """Return the bits of a packed weight's numbers, and the pairs of inputs that share scales."""
+    if packed.dtype != torch.uint8:
+        return 16, 0
+    from specserve.models.cpu.compiled.coded_tiles import SCALE_BYTES
+    from specserve.models.cpu.compiled.tiles import PANEL
+
+    _, spans, num_bytes = packed.shape
+    return (num_bytes - SCALE_BYTES) * 8 * spans // (PANEL * inputs), inputs // 2 // spans
+
+
+def row_stride(width: int) -> int:
+    """Return the bytes from one row of a product's input to the next.
+
+    Rows of a tile that lie a multiple of 1 kB apart would push one another out of the cache.
+    """
+    stride = 2 * width
+    return stride + CACHE_LINE if stride % 1024 == 0 else stride
+
+
+def linear_kernel(name: str = "auto") -> LinearKernel:
+    """Return a kernel by its name. Raises ConfigError for one that does not run here.
+
+    `auto` depends on the processor alone, not on how fast each happens to be: an engine that takes
+    over another's requests has to compute the same bits.
+    """
+    if name == "onednn" or (name == "auto" and missing_for_compiled() is not None):
+        return _onednn()
+    missing = missing_for_compiled()
+    if missing is not None:
+        raise ConfigError(f"weights.kernel: compiled needs {missing}; use auto or onednn.")
+    return _compiled() or _onednn()
+
+
+@cache
+def missing_for_compiled() -> str | None:
+    """Return what the compiled kernel lacks here; None if it is the one to use."""
+    if "avx512_bf16" not in processor_flags() or not multiplies_bf16():
+        return "a processor that has AVX-512 with bf16"
+    return None if find_spec("llvmlite") else "llvmlite (pip install 'specserve[cpu]')"
+
+
+def compile_ahead() -> None:
+    """Compile, for processes that are forked from this one; one that cannot do so says it there."""
+    if missing_for_compiled() is None:
+        with suppress(*COMPILING_FAILS):
+            from specserve.models.cpu.compiled.functions import compile_functions
+
+            compile_functions()
+
+
+def multiplies_bf16() -> bool:
+    """Return whether oneDNN has bf16 products here; ONEDNN_MAX_CPU_ISA=AVX2 is as if it had not."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
+@cache
+def _onednn() -> OneDnnKernel:
+    return OneDnnKernel() if multiplies_bf16() else WidenedOneDnnKernel()
+
+
+@cache
+def _compiled() -> CompiledKernel | None:
+    """Compile, and try on a small product; None if anything is wrong."""
+    try:
+        from specserve.models.cpu.compiled.functions import compile_functions
+        from specserve.models.cpu.compiled_attention import check_attention
+
+        kernel = CompiledKernel(compile_functions())
+        _check(kernel)
+        check_attention(kernel.functions.attention)
+    except COMPILING_FAILS as error:
+        log.warning("linear layers run in oneDNN, the compiled kernel fails: %s", error)
+        return None
+    return kernel
+
+
+def _check(kernel: LinearKernel) -> None:
+    """Raise ValueError for wrong numbers, or for rows that depend on one another."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, residual = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((31, 96), (80, 96), (31, 80))
+    )
+    coded = weight.mul(20).round().clamp(-128, 127).to(torch.int8)
+    scales = torch.full((80, 3), 0.05)
+    for own in (
+        weight,
+        CodedWeight.from_integers(coded, scales),
+        CodedWeight.from_integers(coded // 16, scales),
+    ):
+        _check_product(kernel, x, own, weight[:, 0].contiguous(), residual)
+
+
+def _check_product(
+    kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+) -> None:
+    packed = kernel.pack(weight)
+    out = kernel.product(x, packed, 80, bias, residual)
+    exact = weight.double()
+    if isinstance(weight, CodedWeight):
+        exact = weight.integers.double() * weight.scales[:, :1].double()  # all are equal
+    expected = x.double() @ exact.T + bias.double() + residual.double()
+    if (out.double() - expected).abs().max() > 4e-3 * expected.abs().max():
+        raise ValueError("its numbers are wrong")
+    alone = kernel.product(x[:1], packed, 80, bias, residual[:1])
+    if not torch.equal(alone, out[:1]):
+        raise ValueError("its rows depend on one another")

@@ -1,0 +1,1 @@
+"""Kernels and captured passes for GPUs."""

@@ -1,0 +1,147 @@
+"""The server class of Ray Serve LLM without that package: its config, placement and local service.
+
+tests/ray_llm has it behind Ray's own router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.errors import ConfigError, Overloaded, WorkerLost
+from specserve.features.ray_serve_llm.server import LocalService, SpecserveServer, config_of
+from specserve.types import Chunk, FinishReason, Request
+from tests.cluster.gateway.test_replicas import REQUEST, chunk
+from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
+from tests.support.llm_configs import llm_config
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_engine_kwargs_are_keys_of_a_config_file_nested_or_not() -> None:
+    given = {"target": {"threads": 2}, "draft.threads": 3}
+    config = config_of(llm_config(engine_kwargs=given, accelerator_type="H100"))
+    assert (config.model, config.target.threads, config.draft.threads) == ("demo", 2, 3)
+    assert dict(config.target.label_selector) == {"ray.io/accelerator-type": "H100"}
+    elsewhere = config_of(llm_config(loading={"model_id": "m", "model_source": "org/model"}))
+    assert (elsewhere.model, elsewhere.target.path) == ("m", "org/model")
+    assert config_of(llm_config(loading={"model_id": "org/model"})).target.path == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"engine_kwargs": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
+        ({"engine_kwargs": {"replicas.max": 2}}, "deployment_config"),
+        ({"engine_kwargs": {"replicas": {"max": 2}}}, "deployment_config"),
+        ({"placement_group_config": {"bundles": [{"CPU": 1}]}}, "placement_group_config"),
+        ({"lora_config": {"dynamic_lora_loading_path": "s3://x"}}, "adapters.paths"),
+        ({"loading": {"model_source": {"bucket_uri": "s3://x"}}}, "not a mirror"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(llm_config(**changed))
+
+
+def test_a_replica_asks_for_a_bundle_for_each_of_its_processes() -> None:
+    options = SpecserveServer.get_deployment_options(
+        llm_config(
+            engine_kwargs={"target.threads": 2, "draft.threads": 1, "draft.placement": "apart"},
+            deployment_config={"num_replicas": 3, "ray_actor_options": {"resources": {"a": 1}}},
+            runtime_env={"env_vars": {"A": "b"}},
+        )
+    )
+    assert options["placement_group_bundles"] == [{"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 1.0}]
+    assert options["num_replicas"] == 3
+    assert options["ray_actor_options"] == {
+        "num_cpus": 1.0,
+        "resources": {"a": 1},
+        "runtime_env": {"env_vars": {"A": "b"}},
+    }
+    assert "request_router_config" not in options
+
+
+def test_the_example_names_the_class_and_only_keys_that_exist() -> None:
+    (application,) = yaml.safe_load((ROOT / "deploy/ray-llm.yaml").read_text())["applications"]
+    (entry,) = application["args"]["llm_configs"]
+    assert entry["server_cls"] == f"{SpecserveServer.__module__}:{SpecserveServer.__name__}"
+    loading = entry.pop("model_loading_config")
+    config = config_of(llm_config(**entry, loading=loading))
+    assert config.target.threads == 1
+
+
+class Served:
+    """A local service over a coordinator with a fake target."""
+
+    def __init__(self) -> None:
+        self.service = LocalService()
+        info = model_info()
+        self.coordinator = open_coordinator(
+            FakeTarget(info), None, info=info, emit=self.service.emit
+        )
+        running: Any = SimpleNamespace(coordinator=self.coordinator, submit=self.coordinator.submit)
+        self.service.attach(running)
+
+    async def tokens(self, request: Request = REQUEST) -> tuple[int, ...]:
+        return tuple([t async for chunk in self.service.generate(request) for t in chunk.tokens])
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+def test_requests_of_one_process_get_the_text_of_the_target() -> None:
+    async def scenario() -> None:
+        served = Served()
+        asked = [asyncio.create_task(served.tokens()) for _ in range(3)]
+        rounds = asyncio.create_task(served.coordinator.run())
+        for tokens in await asyncio.gather(*asked):
+            assert tokens == text(REQUEST.prompt, len(tokens))
+            assert tokens
+        assert not served.service._readers
+        served.coordinator.close()
+        await rounds
+
+    run(scenario())
+
+
+def test_a_request_whose_reader_leaves_is_cancelled() -> None:
+    async def scenario() -> None:
+        served = Served()
+        task = asyncio.create_task(served.tokens())
+        await asyncio.sleep(0)
+        assert served.coordinator.has_work
+        task.cancel()
+        await asyncio.wait([task])
+        await served.coordinator.round()
+        assert not served.coordinator.has_work
+
+    run(scenario())
+
+
+def test_a_request_that_gives_its_place_or_loses_its_engine_gets_its_error() -> None:
+    async def scenario() -> None:
+        service, submitted = LocalService(), iter(range(10))
+        coordinator = SimpleNamespace(
+            submit=lambda request: next(submitted),
+            cancel=lambda seq_id: pytest.fail("it has ended"),
+            can_resume_elsewhere=True,
+        )
+        running: Any = SimpleNamespace(coordinator=coordinator, submit=coordinator.submit)
+        service.attach(running)
+        tasks = [asyncio.ensure_future(anext(service.generate(REQUEST))) for _ in range(2)]
+        await asyncio.sleep(0)
+        service.end(0, Overloaded("the queue is full"))
+        failed: Chunk = chunk(1, 0, 4, FinishReason.ERROR)
+        service.emit([failed])
+        for task, kind in zip(tasks, (Overloaded, WorkerLost), strict=True):
+            with pytest.raises(kind):
+                await task
+
+    run(scenario())
