@@ -8,6 +8,7 @@ from specserve import errors
 from specserve.errors import SpecserveError
 from specserve.processor import cap_onednn
 from specserve.sampling_params import Sampling
+from specserve.version import __version__
 
 if TYPE_CHECKING:
     from specserve.llm.async_llm import AsyncLLM
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 cap_onednn()  # in every process that computes: all import this before their first product
 
-__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -102,6 +102,12 @@ def test_the_changelog_begins_with_this_version_or_unreleased_changes() -> None:
     assert all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+", heading) for heading in headings)
 
 
+def test_what_is_unreleased_stays_short_enough_to_be_read() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.split(r"^## ", changelog, flags=re.MULTILINE)[1]
+    assert newest.count("\n") <= 80
+
+
 def test_the_demo_pair_runs_from_the_wheel_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
     bin = wheel.environment(tmp_path / "fresh", built.wheel, borrow=True)
     folder = tmp_path / "empty"

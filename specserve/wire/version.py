@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve import __version__
 from specserve.errors import VersionMismatch
+from specserve.version import __version__
 
 VERSION = 14
 RELEASE = __version__

@@ -68,7 +68,7 @@ def release_of(tree: Path, into: Path) -> Release:
         archive.extractall(into / "site")
     return Release(
         into / "site",
-        _only(PACKAGE_VERSION, tree / "specserve" / "__init__.py"),
+        _only(PACKAGE_VERSION, tree / "specserve" / "version.py"),
         int(_only(PROTOCOL_VERSION, tree / "specserve" / "wire" / "version.py")),
     )
 
@@ -90,7 +90,7 @@ def earlier_tree(commit: str, into: Path) -> Path:
 def next_tree(into: Path, *, changes_protocol: bool) -> Path:
     """Copy this tree as the one of a later release."""
     tree = this_tree(into)
-    package = tree / "specserve" / "__init__.py"
+    package = tree / "specserve" / "version.py"
     later = _only(PACKAGE_VERSION, package) + (".post2" if changes_protocol else ".post1")
     _replace(PACKAGE_VERSION, f'__version__ = "{later}"', package)
     if changes_protocol:

@@ -1,7 +1,6 @@
-"""Survey a checkout: size, names and language in numbers, for this tree or an older one.
+"""Survey a checkout: size, structure and language in numbers, for this tree or an older one.
 
-`make survey` prints a table, `make survey ARGS=ROOT` that of another checkout. The changelog of
-version 0.2.0 has both: before and after the renaming.
+`make survey` prints a table, `make survey ARGS=ROOT` that of another checkout.
 """
 
 from __future__ import annotations
@@ -10,22 +9,40 @@ import argparse
 import ast
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.imports import Graph, circles, module_name, read_graph
 from tests.support.language import MAX_COLUMNS, findings
 from tests.support.syntax import parsed
 
-BESIDE = {
-    *("bench", "demo", "doctor", "planning", "reference", "reproduce", "simulate", "tools", "cli"),
-    *("benchmarks", "docs", "fitting.py", "count_ngrams.py", "arguments.py", "cli.py"),
-    *("completion.py", "examples.py", "progress.py", "terminal.py"),
-}
-"""Parts of the package off the path of a request, in the layout before 0.2.0 and in today's."""
+FEATURES = (
+    *("specserve.features.", "specserve.cluster.draft_pool", "specserve.cluster.pool_"),
+    *("specserve.cluster.serve_llm", "specserve.drafters.cascade.", "specserve.drafters.eagle"),
+    *("specserve.drafters.block_drafts", "specserve.drafters.heads", "specserve.drafters.pool."),
+    *("specserve.drafters.layer_skip", "specserve.drafters.translated.", "specserve.models.eagle."),
+    *("specserve.token_translation", "specserve.models.adapters.", "specserve.models.heads"),
+    *("specserve.models.t5", "specserve.models.encoder_cache", "specserve.api.adapter"),
+    *("specserve.tools.train_eagle", "specserve.tools.train_heads"),
+)
+"""How the names of modules of features begin, in today's layout and in that of 0.2.0."""
+LAB = (
+    *("lab.", "benchmarks.", "specserve.tools.simulate.", "specserve.tools.reproduce."),
+    "specserve.tools.bench.chaos.",
+)
+LONG_FILE, LONG_FUNCTION = 300, 40
+IMPORT = """
+import time
+
+begun = time.perf_counter()
+from specserve import LLM
+print(time.perf_counter() - begun)
+"""
 TRACE = """
 import sys, threading
 from specserve import LLM, Sampling
@@ -57,24 +74,32 @@ class Survey:
 
 def survey(root: Path) -> Survey:
     """Return the figures of the checkout at `root`."""
-    sources = [
-        path for path in tracked(root, "*.py") if "tests" not in path.relative_to(root).parts
-    ]
-    package = [path for path in sources if path.is_relative_to(root / "specserve")]
-    serving = [path for path in package if _is_serving(path.relative_to(root / "specserve"))]
-    pages = tracked(root, "docs/*.md") + tracked(root, "docs/**/*.md")
-    docstrings = [doc for path in sources for doc in _docstrings(path)]
+    files = {module_name(path.relative_to(root)): path for path in tracked(root, "*.py")}
+    tests = [path for name, path in files.items() if name.startswith("tests")]
+    lab = [path for name, path in files.items() if name.startswith(LAB)]
+    package = {name: path for name, path in files.items() if name.startswith("specserve")}
+    features = [path for name, path in package.items() if is_feature(name)]
+    core = [path for path in package.values() if path not in {*features, *lab}]
+    sources = [path for path in files.values() if path not in set(tests)]
+    graph = read_graph({name: path for name, path in files.items() if path in set(sources)})
+    pages = {*tracked(root, "docs/*.md"), *tracked(root, "docs/**/*.md")}
     reasons = [reason for path in sources for _, reason in findings(path, root=root)]
     return Survey(
         {
-            "serving modules": len([path for path in serving if path.name != "__init__.py"]),
-            "modules in the wheel": len(package),
-            "lines in the wheel": _lines(package),
-            "lines on the serving path": _lines(serving),
-            "lines of code outside tests": _lines(sources),
-            "modules that run in one request": request_modules(root),
+            "lines of the core": _lines(core),
+            "lines of features": _lines(features),
+            "lines of the lab": _lines(lab),
+            "lines of tests": _lines(tests),
+            "modules of the core": len([path for path in core if path.name != "__init__.py"]),
+            "imports of features by the core": feature_imports(graph),
+            "circles of imports": len(circles(graph)),
+            f"functions over {LONG_FUNCTION} lines, in the package": sum(
+                _long_functions(path) for path in package.values()
+            ),
+            f"files over {LONG_FILE} lines, in the package": sum(
+                _lines([path]) > LONG_FILE for path in package.values()
+            ),
             "class names in several modules": len(shared_class_names(root, sources)),
-            "docstrings": len(docstrings),
             "docstrings that open with neither subject nor verb": sum(
                 reason.startswith("docstring opens") for reason in reasons
             ),
@@ -83,16 +108,45 @@ def survey(root: Path) -> Survey:
             ),
             f"lines over {MAX_COLUMNS} columns": sum(
                 len(line) > MAX_COLUMNS
-                for path in tracked(root, "*.py")
+                for path in files.values()
                 for line in path.read_text(encoding="utf-8").splitlines()
             ),
-            "pages in docs": len(set(pages)),
-            "words in docs": sum(
-                len(path.read_text(encoding="utf-8").split()) for path in set(pages)
+            "targets of the Makefile": len(
+                re.findall(r"^[a-z-]+:", (root / "Makefile").read_text(encoding="utf-8"), re.M)
             ),
-            "lines of README": len((root / "README.md").read_text(encoding="utf-8").splitlines()),
+            "pages in docs": len(pages),
+            "words in docs": sum(len(path.read_text(encoding="utf-8").split()) for path in pages),
         }
     )
+
+
+def measure(root: Path) -> Survey:
+    """Return the figures of what the package of the checkout does when it runs."""
+    return Survey(
+        {
+            "modules that run in one completion": request_modules(root),
+            "milliseconds of `from specserve import LLM`": import_milliseconds(root),
+        }
+    )
+
+
+def is_feature(module: str) -> bool:
+    return module.startswith(FEATURES)
+
+
+def feature_imports(graph: Graph) -> int:
+    """Return how often a module of the core imports one of a feature."""
+    return sum(
+        is_feature(imported)
+        for name, imports in graph.items()
+        for imported in imports
+        if name.startswith("specserve") and not name.startswith(LAB) and not is_feature(name)
+    )
+
+
+def import_milliseconds(root: Path) -> int:
+    """Return the median of five imports of `LLM`, each in a process of its own."""
+    return round(1000 * statistics.median(float(_run(root, IMPORT)) for _ in range(5)))
 
 
 def tracked(root: Path, pattern: str) -> list[Path]:
@@ -114,30 +168,33 @@ def shared_class_names(root: Path, sources: list[Path]) -> dict[str, list[str]]:
 
 def request_modules(root: Path) -> int:
     """Return how many modules run while one greedy prompt is continued in process with drafts."""
-    command = [sys.executable, "-c", TRACE]
+    return int(_run(root, TRACE))
+
+
+def _run(root: Path, program: str) -> str:
+    """Run a program with the package of a checkout, and return the last line that it prints."""
+    command = [sys.executable, "-c", program]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=root, env=environment
     )
-    return int(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
 
 
-def _is_serving(path: Path) -> bool:
-    return path.parts[0] not in BESIDE
+def _long_functions(path: Path) -> int:
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno >= LONG_FUNCTION
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
-def _docstrings(path: Path) -> Iterator[str]:
-    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
-        if isinstance(node, documented) and (doc := ast.get_docstring(node)):
-            yield doc
-
-
-def _lines(paths: list[Path]) -> int:
+def _lines(paths: Sequence[Path]) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__ or "")[0])
     parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).parents[2])
-    print(survey(parser.parse_args().root.resolve()).table())
+    tree = parser.parse_args().root.resolve()
+    print(Survey(survey(tree).figures | measure(tree).figures).table())

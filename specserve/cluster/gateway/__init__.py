@@ -1,1 +1,1 @@
-"""What a gateway does with requests: choose an engine, resume on another one."""
+"""The way of a request from a gateway: choose an engine, resume on another one."""

@@ -1,0 +1,3 @@
+"""The version of this package, which imports nothing."""
+
+__version__ = "0.3.0"
