@@ -1,4 +1,4 @@
-"""Between the files of the package and the lab there is no circle of imports."""
+"""Imports within the package and the lab: no circle between files."""
 
 from __future__ import annotations
 
