@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +115,9 @@ def survey(root: Path) -> Survey:
                 re.findall(r"^[a-z-]+:", (root / "Makefile").read_text(encoding="utf-8"), re.M)
             ),
             "pages in docs": len(pages),
-            "words in docs": sum(len(path.read_text(encoding="utf-8").split()) for path in pages),
+            "words of docs outside tables": sum(
+                prose_words(path.read_text(encoding="utf-8")) for path in pages
+            ),
         }
     )
 
@@ -154,6 +156,24 @@ def tracked(root: Path, pattern: str) -> list[Path]:
     command = ["git", "-C", str(root), "ls-files", pattern]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [root / name for name in listed.splitlines() if (root / name).is_file()]
+
+
+def prose(markdown: str) -> Iterator[str]:
+    """Yield the lines of a page that are neither of a table nor of a block of code."""
+    fence = ""
+    for line in markdown.splitlines():
+        text = line.strip()
+        if fence:
+            fence = "" if text == fence else fence
+        elif found := re.match(r"`{3,}", text):
+            fence = found[0]
+        elif not text.startswith("|"):
+            yield line
+
+
+def prose_words(markdown: str) -> int:
+    """Return how many words of a page stand outside tables and blocks of code."""
+    return sum(len(line.split()) for line in prose(markdown))
 
 
 def shared_class_names(root: Path, sources: list[Path]) -> dict[str, list[str]]:
