@@ -12,13 +12,11 @@ from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.features import part, require
 from specserve.config.pool import pool_sharers
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig, TargetConfig
 from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
-from specserve.features.adapters.files import AdapterFiles, read_adapter
-from specserve.features.adapters.layers import adaptable_layers
-from specserve.features.adapters.store import adapter_bytes, require_room_for
 from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.features.eagle.heads import require_heads_for
 from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary, make_translation
@@ -30,7 +28,6 @@ from specserve.models.checkpoints.load import (
     read_config,
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.device_formats import resolve_device, resolve_dtype
 from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
@@ -62,11 +59,14 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     elif config.draft.kind in SELF_SPECULATIVE_KINDS:
         _require_parts_of_target(target, config.draft)
     else:
-        for part in config.draft.drafter_configs:
-            _require_known_tokens(target, tokenizer, part, is_stage=bool(config.draft.stages))
+        for drafter in config.draft.drafter_configs:
+            _require_known_tokens(target, tokenizer, drafter, is_stage=bool(config.draft.stages))
     if config.adapters.num_bytes:
-        _require_adapters_fit(target, config)
-    return Checkpoints(target, tokenizer, context, is_encoder_decoder(read_config(target)))
+        part("adapters.store:require_adapters_fit")(target, config)
+    reads_prompt_apart = is_encoder_decoder(read_config(target))
+    if reads_prompt_apart:
+        require("encoder_decoder")
+    return Checkpoints(target, tokenizer, context, reads_prompt_apart)
 
 
 def require_shared_tokenizers(config: Config) -> None:
@@ -110,17 +110,6 @@ def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
             "both must be of one kind",
             param=key,
         )
-
-
-def _require_adapters_fit(target: Path, config: Config) -> None:
-    """Raise AdapterError unless every adapter of the config is one of the target."""
-    layers = adaptable_layers(target)
-    dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
-    for name, path in config.adapters.paths.items():
-        adapter = read_adapter(name, path)
-        files = AdapterFiles.open(Path(adapter.path))
-        files.require_fits(layers)
-        require_room_for(adapter, adapter_bytes(files, dtype), config.adapters.num_bytes)
 
 
 def draft_translation(config: Config) -> TokenTranslation | None:

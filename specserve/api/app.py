@@ -36,9 +36,9 @@ from specserve.api.request_spans import RequestSpans
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
+from specserve.config.features import part
 from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
-from specserve.features.adapters.loading import LOAD, UNLOAD, AdapterLoading
 from specserve.metrics import Registry
 
 if TYPE_CHECKING:
@@ -86,10 +86,8 @@ def build(
         unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
-    if any(part.adapters.load_from is not None for part in config.each_model):
-        loading = AdapterLoading(models)
-        app.post(LOAD)(loading.load)
-        app.post(UNLOAD)(loading.unload)
+    if any(one.adapters.load_from is not None for one in config.each_model):
+        part("adapters.loading:add_routes")(app, models)
     for path in TEXT_ONLY_PATHS:
         app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(text_only)
     app.api_route(STORED_RESPONSES, methods=["GET", "POST", "DELETE"], include_in_schema=False)(

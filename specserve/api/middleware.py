@@ -29,7 +29,6 @@ from specserve.api.refusal import (
     log_redacted,
 )
 from specserve.errors import Overloaded, RateLimited, Unavailable
-from specserve.features.adapters.loading import LOAD, UNLOAD
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +37,12 @@ IGNORED = "x-specserve-ignored"
 """Header with the names of parameters that nothing knows and that were ignored."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SCOPES_OF_PATHS = {
     "/trace": TRACE,
     "/metrics": METRICS,
-    LOAD: ADAPTERS,
-    UNLOAD: ADAPTERS,
+    LOAD_ADAPTER: ADAPTERS,
+    UNLOAD_ADAPTER: ADAPTERS,
     "/health": None,
     "/ping": None,
     "/ready": None,

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from specserve.api.adapter_registry import MAX_LISTED, SEPARATOR, AdapterRegistry
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import RequestParser
 from specserve.api.service import ServedModel, Service
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config
 from specserve.errors import BadValue, NotServed, Overloaded, Unavailable
-from specserve.features.adapters.served import MAX_LISTED, SEPARATOR, AdapterRegistry
 from specserve.metrics import Registry, Snapshot, merge
 from specserve.types import Adapter
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
+from specserve.api.adapter_registry import AdapterRegistry
 from specserve.api.best_of import BestOf
 from specserve.api.chat_template import TemplateOptions
 from specserve.api.constraints import members, parse_constraint
@@ -25,7 +26,6 @@ from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.messages import to_template_messages
 from specserve.api.tools.offer import Offer, parse_offer
 from specserve.errors import BadRequest, BadValue, EmptyPrompt, TooLong, UnknownToken
-from specserve.features.adapters.served import AdapterRegistry
 from specserve.sampling_params import MAX_COUNT, Sampling
 from specserve.types import Adapter, Speculation
 

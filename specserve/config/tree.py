@@ -24,6 +24,7 @@ from specserve.config.cascade import (
     token_matrix,
 )
 from specserve.config.demo import DemoConfig
+from specserve.config.features import check_features
 from specserve.config.fields import (
     NAME,
     boolean,
@@ -531,12 +532,7 @@ def _validate(config: Config) -> Config:
         config.replicas,
     )
     _validate_application(config)
-    for adapter in config.adapters.paths:
-        if not NAME.fullmatch(adapter):
-            raise ConfigError(
-                f"adapters.paths names the adapter {adapter!r}; a name begins with a letter or a "
-                "digit and has nothing but letters, digits, '-', '_' and '.'"
-            )
+    check_features(config)
     check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
     if draft.kind in CASCADE_KINDS and draft.path is not None:
         raise ConfigError(
@@ -562,11 +558,6 @@ def _validate(config: Config) -> Config:
     if cache.pages is not None and cache.memory_fraction is not None:
         raise ConfigError(
             "cache.pages and cache.memory_fraction say the same thing twice; give one of them"
-        )
-    if config.adapters.load_from is not None and replicas.gateways > 1:
-        raise ConfigError(
-            "adapters.load_from lets clients load adapters into the gateway that they reach, and "
-            f"replicas.gateways is {replicas.gateways}; set it to 1, or name them in adapters.paths"
         )
     if replicas.min > replicas.max:
         raise ConfigError(

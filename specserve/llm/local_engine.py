@@ -12,6 +12,7 @@ from numbers import Integral
 from reprlib import repr as shortened
 from typing import Any
 
+from specserve.api.adapter_registry import AdapterRegistry
 from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from specserve.errors import (
     SpecserveError,
     WorkerLost,
 )
-from specserve.features.adapters.served import AdapterRegistry
 from specserve.llm.inprocess import EngineParts
 from specserve.sampling_params import Sampling
 from specserve.types import Chunk, FinishReason, Logprobs, Request, Stats

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from specserve.config.features import part
 from specserve.config.tree import (
     MAX_BATCH_TOKENS,
     Config,
@@ -21,8 +23,7 @@ from specserve.config.tree import (
     TargetConfig,
 )
 from specserve.errors import ConfigError
-from specserve.features.adapters.store import AdapterStore
-from specserve.features.encoder_decoder.t5 import T5Network
+from specserve.models.adapters import Adapters
 from specserve.models.attention import Attention
 from specserve.models.attention_choice import attention_name, open_attention
 from specserve.models.cache import PagedCache, num_spare_pages
@@ -141,7 +142,7 @@ class Model:
     spec: Architecture
     max_context: int
     network: ShareableNetwork | None = None  # the runner's, if others can draft with it
-    adapters: AdapterStore | None = None  # the runner's
+    adapters: Adapters | None = None  # the runner's
 
 
 def open_model(
@@ -181,10 +182,8 @@ def open_model(
         network = opening.build(loaded, cache, attention)
     if packed is not None:
         packed.check_finished()
-    if isinstance(network, T5Network):
-        runner = Runner(
-            network, cache, device=device, encoder=network, sharded_head=network.sharded_head
-        )
+    if spec.is_encoder_decoder:
+        runner = part("encoder_decoder.runner:EncoderDecoderRunner")(network, cache, device=device)
         return Model(runner, spec, context)
 
     adapters = opening.open_adapters(loaded, network)
@@ -396,11 +395,10 @@ class _Opening:
             page_dtype=self.page_dtype,
         )
 
-    def build(
-        self, loaded: LoadedModel, cache: PagedCache, attention: Attention
-    ) -> CapturableNetwork | T5Network:
+    def build(self, loaded: LoadedModel, cache: PagedCache, attention: Attention) -> Any:
+        """Return the network: one that can be captured, unless it is an encoder-decoder's."""
         if loaded.spec.is_encoder_decoder:
-            return T5Network(loaded, cache, shard=self.shard)
+            return part("encoder_decoder.t5:T5Network")(loaded, cache, shard=self.shard)
         return build_network(
             loaded,
             cache,
@@ -411,12 +409,12 @@ class _Opening:
             is_adaptable=self.options.adapter_bytes > 0,
         )
 
-    def open_adapters(self, loaded: LoadedModel, network: CapturableNetwork) -> AdapterStore | None:
+    def open_adapters(self, loaded: LoadedModel, network: CapturableNetwork) -> Adapters | None:
         """Return the store of a network's adapters; None where it takes none."""
         if not self.options.adapter_bytes:
             return None
         assert isinstance(network, LibraryNetwork)
-        return AdapterStore(
+        store: Adapters = part("adapters.store:AdapterStore")(
             self.directory,
             loaded.config,
             network.module,
@@ -426,6 +424,7 @@ class _Opening:
             shard=self.shard,
             kernel=self.options.kernel,
         )
+        return store
 
 
 def with_graphs(

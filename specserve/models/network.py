@@ -1,6 +1,6 @@
 """The forward pass: by the library's modelling code for any architecture, else by a fused network.
 
-`llama` has the fused network for Llama-shaped models, `t5` that of encoder-decoders.
+`llama` has the fused network for Llama-shaped models; encoder-decoders have one in their feature.
 """
 
 from __future__ import annotations

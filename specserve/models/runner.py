@@ -6,15 +6,14 @@ Prefill, verification and drafting are all steps of such a pass; target and draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.features.adapters.store import AdapterStore, adapters_of
-from specserve.features.encoder_decoder.encoder_cache import Encoder, EncoderCache
+from specserve.models.adapters import Adapters, adapters_of
 from specserve.models.cache import Fork, PagedCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
 from specserve.models.network import Network
@@ -51,8 +50,7 @@ class Runner:
         *,
         device: torch.device,
         pad_to_bucket: Callable[[Writes, Geometry], Writes | None] | None = None,
-        encoder: Encoder | None = None,
-        adapters: AdapterStore | None = None,
+        adapters: Adapters | None = None,
         sharded_head: GatheredHead | None = None,
     ) -> None:
         self.network, self.cache, self.device = network, cache, device
@@ -61,11 +59,11 @@ class Runner:
         # Called with the steps of each `run` as they are computed, between room and pass.
         self.on_written: Callable[[Sequence[Step]], None] | None = None
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])
-        geometry = Geometry(
-            cache.page_size, cache.kv_heads, key_block_size(width), device, network.run_rows
+        self.planner = Planner(
+            Geometry(
+                cache.page_size, cache.kv_heads, key_block_size(width), device, network.run_rows
+            )
         )
-        self.planner = Planner(geometry)
-        self.encoder_cache = None if encoder is None else EncoderCache(encoder, cache, geometry)
 
     def positions(self, step: Step) -> range:
         """Return the positions of the cache that a step writes."""
@@ -84,16 +82,8 @@ class Runner:
         reader is given those of first positions besides; a step with such ones is computed whole.
         Raises OutOfPages.
         """
-        # All steps are truncated first: what one drops may be the room that another needs.
-        for step in steps:
-            self.cache.truncate(step.seq_id, step.start)
         num_read = [0] * len(steps) if reader is None else reader.num_rows
-        steps = [
-            self._write(step, keep, may_attach=not read)
-            for step, keep, read in zip(steps, num_logits, num_read, strict=True)
-        ]
-        if self.encoder_cache is not None:
-            self.encoder_cache.encode(steps)
+        steps = self.write(steps, num_logits, num_read)
         if self.on_written is not None:
             self.on_written(steps)
         seq_ids = [step.seq_id for step in steps]
@@ -121,6 +111,22 @@ class Runner:
                 self.cache.commit(step.seq_id, step.stop - max(keep, 1) + 1)
         return logits[: len(rows)]
 
+    def write(
+        self, steps: Sequence[Step], num_logits: Sequence[int], num_read: Sequence[int]
+    ) -> list[Step]:
+        """Reserve room for steps and write their tokens; return the parts left to compute.
+
+        What the prefix cache has of a step is attached, unless its first positions are read. Raises
+        OutOfPages.
+        """
+        # All steps are truncated first: what one drops may be the room that another needs.
+        for step in steps:
+            self.cache.truncate(step.seq_id, step.start)
+        return [
+            self._write_step(step, keep, may_attach=not read)
+            for step, keep, read in zip(steps, num_logits, num_read, strict=True)
+        ]
+
     def decode_passes(self, seq_ids: Sequence[int], counts: Sequence[int]) -> DecodePasses:
         """Prepare passes that each write one more token of these sequences.
 
@@ -131,29 +137,18 @@ class Runner:
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.cache.release(seq_id)
-            if self.encoder_cache is not None:
-                self.encoder_cache.release(seq_id)
 
     def fork_many(self, forks: Sequence[Fork]) -> None:
         """Fork all sequences or none. Raises OutOfPages; nothing has changed then."""
         self.cache.fork_many(forks)
-        if self.encoder_cache is not None:
-            for fork in forks:
-                self.encoder_cache.fork(fork.seq_id, fork.branch_id)
 
     def promote_branch(self, seq_id: int, branch_id: int) -> None:
         """Replace `seq_id` with `branch_id`."""
         self.cache.promote_branch(seq_id, branch_id)
-        if self.encoder_cache is not None:
-            self.encoder_cache.promote_branch(seq_id, branch_id)
 
     def lay_out(self, seq_ids: Sequence[int], writes: Writes, passes: int = 1) -> list[Layout]:
         """Return layouts of consecutive passes over these sequences; `writes` is the last."""
-        layouts = self.planner.lay_out_passes(writes, passes)
-        if self.encoder_cache is None:
-            return layouts
-        cross_groups = self.encoder_cache.cross_groups(seq_ids, writes.counts)
-        return [replace(layout, cross_groups=cross_groups) for layout in layouts]
+        return self.planner.lay_out_passes(writes, passes)
 
     def block_table(self, seq_ids: Sequence[int], length: int) -> Ints:  # [seqs, pages]
         """Return the block table of these sequences, wide enough for `length` in whole blocks."""
@@ -167,7 +162,7 @@ class Runner:
             else self.pad_to_bucket(writes, self.planner.geometry)
         )
 
-    def _write(self, step: Step, keep: int, *, may_attach: bool = True) -> Step:
+    def _write_step(self, step: Step, keep: int, *, may_attach: bool = True) -> Step:
         """Reserve room for a step and attach what the prefix cache has of it, if it may.
 
         Returns the part that is left to compute, which includes the last `keep` positions.

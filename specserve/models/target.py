@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
-from specserve.features.adapters.store import AdapterStore
 from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
+from specserve.models.adapters import Adapters
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_tokenizer, read_config
 from specserve.models.gpu.run_ahead import RunAhead
@@ -64,7 +64,7 @@ class TargetModel:
         returns_hidden: bool = False,
         taps: HiddenTaps | None = None,
         grammar_compiler: GrammarCompiler | None = None,
-        adapters: AdapterStore | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.runner, self.info, self.network = runner, info, network
         self.adapters = adapters
@@ -234,9 +234,7 @@ class TargetModel:
 class TargetFollower:
     """A rank other than 0. Its cache takes the same steps; its logits are not used."""
 
-    def __init__(
-        self, runner: Runner, info: ModelInfo, adapters: AdapterStore | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, info: ModelInfo, adapters: Adapters | None = None) -> None:
         self.runner, self.info, self.adapters = runner, info, adapters
         self._shares = VocabularyShares.of_runner(runner)
 
@@ -292,7 +290,7 @@ def open_target(
         decoder_start=spec.decoder_start,
         runs_ahead=cache.device.type == "cuda"
         and shard is None
-        and opened.runner.encoder_cache is None
+        and not spec.is_encoder_decoder
         and opened.adapters is None
         and not returns_hidden
         and taps is None,

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from specserve.api.service import ModelStatus, Status
-from specserve.config.tree import DEMO
-from tests.support.adapters import write_adapter
 from tests.support.http_server import FakeService, RunningServer, serving_several
 
 SMALL, LARGE = FakeService(output="from the small one"), FakeService(output="from the large one")
@@ -27,12 +25,10 @@ STATE = Status(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    adapter = tmp_path_factory.mktemp("adapters") / "sql"
-    write_adapter(DEMO / "target", adapter, only="layers.0.self_attn")
+def server() -> Iterator[RunningServer]:
     SMALL.state = STATE
     models = [
-        {"name": "small", "adapters": {"paths": {"sql": str(adapter)}}},
+        {"name": "small"},
         {"name": "org/large", "replicas": {"min": 2, "max": 4}},
         {"name": "late"},
     ]
@@ -50,8 +46,7 @@ def test_the_model_of_a_request_chooses_whose_engines_answer(server: RunningServ
     assert _text(server, "org/large") == ("org/large", LARGE.output)
 
 
-def test_a_name_with_an_adapter_chooses_its_model(server: RunningServer) -> None:
-    assert _text(server, "small:sql") == ("small:sql", SMALL.output)
+def test_a_name_with_an_adapter_is_refused_by_its_model(server: RunningServer) -> None:
     refused = server.ask(COMPLETIONS, {"model": "org/large:sql", "prompt": "a"})
     assert (refused.status, refused.error["param"]) == (404, "model")
     assert "it has none" in refused.error["message"]
@@ -83,7 +78,7 @@ def test_a_request_that_leaves_its_model_open_is_refused_with_the_list(
 ) -> None:
     reply = server.ask(COMPLETIONS, {"prompt": "a"})
     assert (reply.status, reply.error["param"]) == (400, "model")
-    assert "small, small:sql, org/large" in reply.error["message"]
+    assert "small, org/large" in reply.error["message"]
 
 
 def test_a_model_whose_engines_have_not_started_is_unavailable(server: RunningServer) -> None:
@@ -91,9 +86,9 @@ def test_a_model_whose_engines_have_not_started_is_unavailable(server: RunningSe
     assert (reply.status, "is starting" in reply.error["message"]) == (503, True)
 
 
-def test_the_list_has_all_models_with_their_adapters(server: RunningServer) -> None:
+def test_the_list_has_all_models(server: RunningServer) -> None:
     listed = server.ask("/v1/models").json["data"]
-    assert [one["id"] for one in listed] == ["small", "small:sql", "org/large"]
+    assert [one["id"] for one in listed] == ["small", "org/large"]
     assert server.ask("/v1/models/org/large").json["id"] == "org/large"
 
 

@@ -54,7 +54,7 @@ def runner(path: Path, device: str, **options: Any) -> Runner:
 def decoded(model: Runner, counts: Sequence[int], *, turns: int = 3) -> Tensor:
     """Return logits of passes of `counts` tokens behind prompts of LENGTHS, a prompt beside one."""
     out = []
-    is_t5 = model.encoder_cache is not None
+    is_t5 = hasattr(model, "encoder_cache")
     done = []
     for seq_id, length in enumerate(LENGTHS):
         prompt = TEXT[:length]

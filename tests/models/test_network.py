@@ -72,7 +72,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("network")
-    for name, config in {**CONFIGS, **checkpoints.ENCODER_DECODERS}.items():
+    for name, config in CONFIGS.items():
         checkpoints.write(config(), root / name)
     return root
 
@@ -145,18 +145,6 @@ def test_in_bf16_the_fused_network_is_as_near_to_fp32_as_the_library_s_code(
     assert fused < 1.2 * library < 0.2 * expected.std()
 
 
-def encoder_decoder_logits(directory: Path, shard: Shard | None = None) -> Tensor:  # [rows, vocab]
-    """Return an encoder-decoder's logits: of texts with their encoder inputs, then a token more."""
-    runner = open_model(directory, model_options(pages=40), shard=shard).runner
-    steps = [Step(i, 0, (0, *range(5, 5 + 3 * i)), text) for i, text in enumerate(TEXTS)]
-    return torch.cat(
-        [
-            runner.run(steps, [len(step.tokens) for step in steps]),
-            runner.run([Step(step.seq_id, step.stop, (9,)) for step in steps], [1] * 3),
-        ]
-    )
-
-
 SCORED = (("llama", True), ("tied", False))
 
 
@@ -204,10 +192,6 @@ def rank_main(rank: int, root: str) -> None:
         ("scores", name): scores(open_runner(Path(root) / name, fused=fused, shard=shard))
         for name, fused in SCORED
     }
-    seen |= {
-        name: encoder_decoder_logits(Path(root) / name, shard)
-        for name in checkpoints.ENCODER_DECODERS
-    }
     if rank == 0:
         torch.save(seen, f"{root}/logits.pt")
     dist.destroy_process_group()
@@ -238,11 +222,3 @@ def test_two_ranks_score_prompts_as_one_does(
     whole = scores(open_runner(root / name, fused=fused))
     assert len(whole) == sum(LENGTHS) - len(LENGTHS)
     torch.testing.assert_close(logits_of_two_ranks["scores", name], whole, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", checkpoints.ENCODER_DECODERS)
-def test_two_ranks_encode_inputs_as_one_does(
-    root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str
-) -> None:
-    whole = encoder_decoder_logits(root / name)
-    assert (logits_of_two_ranks[name] - whole).abs().max() < 1e-4 * whole.std()

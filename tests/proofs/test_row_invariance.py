@@ -68,6 +68,7 @@ def feed(
     """
     parts: list[list[Tensor]] = [[] for _ in texts]
     done, length = [0] * len(texts), len(texts[0])
+    encodes = hasattr(runner, "encoder_cache")
     while any(start < length for start in done):
         waiting = [i for i, start in enumerate(done) if start < length]
         chosen = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)].tolist()
@@ -78,7 +79,7 @@ def feed(
                     i,
                     done[i],
                     texts[i][done[i] : done[i] + n],
-                    () if done[i] or runner.encoder_cache is None else texts[i][::-1],
+                    texts[i][::-1] if encodes and not done[i] else (),
                 )
                 for i, n in zip(chosen, counts, strict=True)
             ],

@@ -12,14 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specserve.features.adapters.files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    read_adapter,
-)
-from specserve.features.adapters.layers import adaptable_layers
 from specserve.types import Adapter
 
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MEBIBYTE = 1 << 20
 
 
@@ -59,6 +54,9 @@ def write_adapter(
     **keys: Any,
 ) -> Adapter:
     """Write an adapter with random factors for those layers of a target that `only` is part of."""
+    from specserve.features.adapters.files import read_adapter
+    from specserve.features.adapters.layers import adaptable_layers
+
     config = config_keys(rank=rank, **keys)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

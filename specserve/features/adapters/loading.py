@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated
 
+from fastapi import FastAPI
 from pydantic import Field
 from starlette.responses import Response
 
+from specserve.api.middleware import LOAD_ADAPTER, UNLOAD_ADAPTER
 from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.responses import json_response
 from specserve.api.strict_model import Body
-from specserve.errors import BadValue
+from specserve.config.fields import NAME
+from specserve.errors import AdapterError, BadValue
+from specserve.features.adapters.files import read_adapter
 from specserve.types import Adapter, FinishReason, Request, Warp
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MAX_ADAPTERS = 10_000
 Name = Annotated[str, Field(min_length=1, max_length=100)]
 BASE = Field(None, description="The model whose adapter it is, where several are served.")
 
@@ -40,6 +45,13 @@ class UnloadAdapterBody(Body):
     model: Name | None = BASE
 
 
+def add_routes(app: FastAPI, models: ModelDirectory) -> None:
+    """Let clients load and unload adapters of these models."""
+    loading = AdapterLoading(models)
+    app.post(LOAD_ADAPTER)(loading.load)
+    app.post(UNLOAD_ADAPTER)(loading.unload)
+
+
 class AdapterLoading:
     """Handlers of the two paths."""
 
@@ -50,7 +62,7 @@ class AdapterLoading:
         """Load an adapter; it is refused if the target cannot use it."""
         _refuse_unknown(body)
         model = self._find(body.model)
-        adapter = await asyncio.to_thread(model.adapters.read, body.lora_name, body.lora_path)
+        adapter = await asyncio.to_thread(_read, model, body.lora_name, body.lora_path)
         await self._try(model, adapter)
         model.adapters.add(adapter)
         return json_response(model.entry(adapter))
@@ -84,6 +96,35 @@ class AdapterLoading:
             async for chunk in chunks:
                 if chunk.finish is FinishReason.ERROR:
                     raise BadValue(chunk.error or "it cannot be loaded", param="lora_path")
+
+
+def _read(model: ModelBackend, name: str, path: str) -> Adapter:
+    """Return an adapter that a client wants to load. Raises BadValue."""
+    if not NAME.fullmatch(name):
+        raise BadValue(
+            "lora_name begins with a letter or a digit and has nothing but letters, digits, "
+            "'-', '_' and '.'",
+            param="lora_name",
+        )
+    if len(model.adapters.names) >= MAX_ADAPTERS:
+        raise BadValue(f"there are {MAX_ADAPTERS} adapters; unload one", param="lora_name")
+    assert model.config.adapters.load_from is not None
+    allowed = Path(model.config.adapters.load_from).resolve()
+    try:
+        directory = (allowed / path).resolve()
+        if not directory.is_relative_to(allowed):
+            raise BadValue(
+                "lora_path is not below the directory that adapters.load_from allows",
+                param="lora_path",
+            )
+        adapter = read_adapter(name, str(directory))
+    except (AdapterError, ValueError, OSError) as error:
+        raise BadValue(str(error).replace(f"{allowed}/", ""), param="lora_path") from error
+    if model.adapters.get(name) not in (None, adapter):
+        raise BadValue(
+            f"the adapter {name!r} is there with other files; unload it first", param="lora_name"
+        )
+    return adapter
 
 
 def _refuse_unknown(body: Body) -> None:

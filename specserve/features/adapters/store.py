@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.config.tree import Config
 from specserve.errors import AdapterError
-from specserve.features.adapters.files import WEIGHTS_FILE, AdapterFiles, LowRank, digest
+from specserve.features.adapters.files import (
+    WEIGHTS_FILE,
+    AdapterFiles,
+    LowRank,
+    digest,
+    read_adapter,
+)
 from specserve.features.adapters.layers import (
     AdaptedRows,
     Factors,
@@ -28,9 +35,10 @@ from specserve.features.adapters.layers import (
     adaptable_layers,
 )
 from specserve.models.checkpoints.load import empty_module, make_division
+from specserve.models.device_formats import resolve_device, resolve_dtype
 from specserve.models.layers import PrivateWeights, linear_weights, make_linear
 from specserve.models.shard import Division, Shard
-from specserve.types import Adapter, Step, Verdict, VerifyStep
+from specserve.types import Adapter, Verdict, VerifyStep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -237,13 +245,15 @@ class AdapterStore:
             yield AdaptedRows(where, self._loaded[adapter].factors)
 
 
-def adapters_of(steps: Sequence[Step], store: AdapterStore | None) -> AbstractContextManager[None]:
-    """Return a context in which the network applies the adapters of these steps."""
-    adapters = [step.adapter for step in steps]
-    if store is None:
-        assert not any(adapters), "a network without adaptable layers"
-        return nullcontext()
-    return store.running(adapters, [len(step.tokens) for step in steps])
+def require_adapters_fit(target: Path, config: Config) -> None:
+    """Raise AdapterError unless every adapter of the config is one of the target."""
+    layers = adaptable_layers(target)
+    dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
+    for name, path in config.adapters.paths.items():
+        adapter = read_adapter(name, path)
+        files = AdapterFiles.open(Path(adapter.path))
+        files.require_fits(layers)
+        require_room_for(adapter, adapter_bytes(files, dtype), config.adapters.num_bytes)
 
 
 def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> int:

@@ -1,22 +1,20 @@
-"""The adapters that requests may name, and how clients load others while the server runs.
+"""The low-rank adapters (LoRA) that requests may name as models: `<model>:<adapter>`.
 
-Knows names and files; the target's ranks load an adapter with the first request that names it.
+Knows names; a feature reads the files, and the target's ranks load an adapter with the first
+request that names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from specserve.config.fields import NAME
+from specserve.config.features import part
 from specserve.config.tree import AdaptersConfig
-from specserve.errors import AdapterError, BadValue, NotServed
-from specserve.features.adapters.files import read_adapter
+from specserve.errors import NotServed
 from specserve.types import Adapter
 
 SEPARATOR = ":"
 """Between the name of the target and that of an adapter."""
-MAX_ADAPTERS = 10_000
 MAX_LISTED = 20
 """Names that an error lists."""
 
@@ -24,20 +22,17 @@ MAX_LISTED = 20
 class AdapterRegistry:
     """Adapters of the target by name, beginning with those of the config."""
 
-    def __init__(
-        self, base: str, adapters: Iterable[Adapter] = (), *, load_from: Path | None = None
-    ) -> None:
-        self._base, self._load_from = base, load_from
+    def __init__(self, base: str, adapters: Iterable[Adapter] = ()) -> None:
+        self._base = base
         self._adapters = {adapter.name: adapter for adapter in adapters}
 
     @classmethod
     def from_config(cls, base: str, config: AdaptersConfig) -> AdapterRegistry:
         """Return a registry of the config's adapters. Raises AdapterError."""
-        return cls(
-            base,
-            [read_adapter(name, path) for name, path in config.paths.items()],
-            load_from=None if config.load_from is None else Path(config.load_from).resolve(),
-        )
+        if not config.paths:
+            return cls(base)
+        read_adapter = part("adapters.files:read_adapter")
+        return cls(base, [read_adapter(name, path) for name, path in config.paths.items()])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,6 +41,10 @@ class AdapterRegistry:
     def model_name(self, adapter: Adapter | None) -> str:
         """Return the name by which a request asks for an adapter of the model, or for the model."""
         return self._base if adapter is None else f"{self._base}{SEPARATOR}{adapter.name}"
+
+    def get(self, name: str) -> Adapter | None:
+        """Return an adapter by its name; None if it is not there."""
+        return self._adapters.get(name)
 
     def find(self, name: str) -> Adapter:
         """Return an adapter by its name. Raises NotServed, which lists those that there are."""
@@ -69,36 +68,6 @@ class AdapterRegistry:
         raise NotServed(
             f"the model {model[:200]!r} is not served here; {self._base!r} is", param="model"
         )
-
-    def read(self, name: str, path: str) -> Adapter:
-        """Return an adapter that a client wants to load. Raises BadValue."""
-        if not NAME.fullmatch(name):
-            raise BadValue(
-                "lora_name begins with a letter or a digit and has nothing but letters, digits, "
-                "'-', '_' and '.'",
-                param="lora_name",
-            )
-        if len(self._adapters) >= MAX_ADAPTERS:
-            raise BadValue(f"there are {MAX_ADAPTERS} adapters; unload one", param="lora_name")
-        try:
-            assert self._load_from is not None
-            directory = (self._load_from / path).resolve()
-            if not directory.is_relative_to(self._load_from):
-                raise BadValue(
-                    "lora_path is not below the directory that adapters.load_from allows",
-                    param="lora_path",
-                )
-            adapter = read_adapter(name, str(directory))
-        except (AdapterError, ValueError, OSError) as error:
-            raise BadValue(
-                str(error).replace(f"{self._load_from}/", ""), param="lora_path"
-            ) from error
-        if self._adapters.get(name, adapter) != adapter:
-            raise BadValue(
-                f"the adapter {name!r} is there with other files; unload it first",
-                param="lora_name",
-            )
-        return adapter
 
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter from now on."""
