@@ -29,7 +29,7 @@ FOLDERS = {
     "ray": ("ray", "ray_llm"),
     "card": ("card", "gpu"),
     "proofs": ("proofs", "families"),
-    "forms": ("lab", "chaos", "docs/test_blocks.py"),
+    "forms": ("lab", "chaos", "docs/test_blocks.py", "features/test_removal.py"),
 }
 """The mark of all tests in these folders and files."""
 PARTS = ("core", "rest")
