@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from specserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specserve.config.tree import Config
 
 FEATURES: Mapping[str, str] = {
     "adapters": "low-rank adapters (LoRA) of the target",
@@ -26,6 +30,30 @@ FEATURES: Mapping[str, str] = {
     "ray_serve_llm": "an engine of Ray Serve LLM",
 }
 """Every feature that there is, and what it is."""
+CHECKS: Mapping[str, str] = {
+    "adapters": "adapters.checks:check_config",
+    "cascade": "cascade.checks:check_config",
+    "draft_pools": "draft_pools.checks:check_config",
+    "eagle": "eagle.checks:check_config",
+    "layer_skip": "layer_skip.checks:check_config",
+}
+"""Functions of a config that raise ConfigError for keys of a feature that contradict others."""
+FEATURE_OF_KIND: Mapping[str, str] = {
+    "vertical": "cascade",
+    "horizontal": "cascade",
+    "cascade": "cascade",
+    "layer_skip": "layer_skip",
+    "heads": "eagle",
+    "eagle": "eagle",
+}
+"""Values of draft.kind that need a feature."""
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "adapters": ("adapters",),
+    "cascade": ("draft.stages", "draft.k", "draft.lenience"),
+    "draft_pools": ("draft.pool",),
+    "layer_skip": ("draft.skip",),
+}
+"""Keys and sections of the config that need a feature, unless they have their defaults."""
 
 
 @cache
@@ -42,9 +70,27 @@ def part(name: str) -> Any:
     """
     module, _, defined = name.partition(":")
     feature = module.partition(".")[0]
+    require(feature)
+    return getattr(import_module(f"specserve.features.{module}"), defined)
+
+
+def require(feature: str) -> None:
+    """Raise ConfigError if the folder of a feature is not here."""
     if not has(feature):
         raise ConfigError(
             f"this installation has no {FEATURES[feature]}: specserve/features/{feature} is "
             "missing; leave out the keys that need it, or install the whole of specserve"
         )
-    return getattr(import_module(f"specserve.features.{module}"), defined)
+
+
+def check_features(config: Config) -> None:
+    """Raise ConfigError for keys that need a missing feature, or that a feature refuses."""
+    if config.draft.kind in FEATURE_OF_KIND:
+        require(FEATURE_OF_KIND[config.draft.kind])
+    defaults = type(config)()
+    for feature, keys in KEYS.items():
+        if any(attrgetter(key)(config) != attrgetter(key)(defaults) for key in keys):
+            require(feature)
+    for feature, check in CHECKS.items():
+        if has(feature):
+            part(check)(config)
