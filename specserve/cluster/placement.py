@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.model_list import deployment_suffix
 from specserve.config.pool import pool_sharers
-from specserve.config.tree import Config, DraftConfig, TargetConfig, check_placement
+from specserve.config.tree import Config, DraftConfig, TargetConfig, check_draft
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
@@ -123,7 +123,7 @@ def _with_draft_together(config: Config) -> Config:
     if config.draft.placement != "auto" or not config.draft.may_be_apart:
         return config
     try:
-        check_placement(draft, config.target)
+        check_draft(replace(config, draft=draft))
     except ConfigError:
         return config
     if _named_gpus(draft, has_gpus=True) != {FIRST_GPU} or not _on_gpu(config.target.device, True):

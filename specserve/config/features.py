@@ -32,10 +32,26 @@ FEATURES: Mapping[str, str] = {
 """Every feature that there is, and what it is."""
 CHECKS: Mapping[str, str] = {
     "adapters": "adapters.checks:check_config",
+    "cascade": "cascade.checks:check_config",
+    "draft_pools": "draft_pools.checks:check_config",
+    "eagle": "eagle.checks:check_config",
+    "layer_skip": "layer_skip.checks:check_config",
 }
 """Functions of a config that raise ConfigError for keys of a feature that contradict others."""
+FEATURE_OF_KIND: Mapping[str, str] = {
+    "vertical": "cascade",
+    "horizontal": "cascade",
+    "cascade": "cascade",
+    "layer_skip": "layer_skip",
+    "heads": "eagle",
+    "eagle": "eagle",
+}
+"""Values of draft.kind that need a feature."""
 KEYS: Mapping[str, tuple[str, ...]] = {
     "adapters": ("adapters",),
+    "cascade": ("draft.stages", "draft.k", "draft.lenience"),
+    "draft_pools": ("draft.pool",),
+    "layer_skip": ("draft.skip",),
 }
 """Keys and sections of the config that need a feature, unless they have their defaults."""
 
@@ -69,6 +85,8 @@ def require(feature: str) -> None:
 
 def check_features(config: Config) -> None:
     """Raise ConfigError for keys that need a missing feature, or that a feature refuses."""
+    if config.draft.kind in FEATURE_OF_KIND:
+        require(FEATURE_OF_KIND[config.draft.kind])
     defaults = type(config)()
     for feature, keys in KEYS.items():
         if any(attrgetter(key)(config) != attrgetter(key)(defaults) for key in keys):

@@ -14,11 +14,9 @@ from typing import Any
 import yaml
 
 from specserve.config.cascade import (
-    CASCADE_KINDS,
     DTYPES,
     NGRAM_KINDS,
     StageConfig,
-    check_stages,
     device_name,
     leniences,
     token_matrix,
@@ -41,7 +39,7 @@ from specserve.config.fields import (
     text,
 )
 from specserve.config.model_list import check_names, check_top_level, keys_of_each
-from specserve.config.pool import PoolConfig, check_pool, with_shared_pools
+from specserve.config.pool import PoolConfig, with_shared_pools
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
@@ -525,31 +523,10 @@ def _default_name(model: str, port: int) -> str:
 
 def _validate(config: Config) -> Config:
     """Return the config, or raise ConfigError for keys that contradict one another."""
-    draft, speculation, cache, replicas = (
-        config.draft,
-        config.speculation,
-        config.cache,
-        config.replicas,
-    )
+    speculation, cache, replicas = config.speculation, config.cache, config.replicas
     _validate_application(config)
-    check_features(config)
-    check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
-    if draft.kind in CASCADE_KINDS and draft.path is not None:
-        raise ConfigError(
-            f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; "
-            "leave it out"
-        )
-    if draft.kind == "neural" and draft.path is None:
-        raise ConfigError(
-            "draft.kind neural needs draft.path, the model that drafts; "
-            "give --draft, or choose a draft.kind that needs none"
-        )
-    _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
-    _check_quantize(draft)
+    check_draft(config)
     _check_page_dtype(config)
-    check_placement(draft, config.target)
-    _check_learn(draft)
-    check_pool(draft)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -591,6 +568,20 @@ def _validate_application(config: Config) -> None:
         )
 
 
+def check_draft(config: Config) -> None:
+    """Raise ConfigError for keys of the draft, or of a feature, that contradict one another."""
+    draft = config.draft
+    check_features(config)
+    if draft.kind == "neural" and draft.path is None:
+        raise ConfigError(
+            "draft.kind neural needs draft.path, the model that drafts; "
+            "give --draft, or choose a draft.kind that needs none"
+        )
+    _check_quantize(draft)
+    _check_placement(draft, config.target)
+    _check_learn(draft)
+
+
 def _check_quantize(draft: DraftConfig) -> None:
     if draft.quantize is not None and draft.kind != "neural":
         raise ConfigError(
@@ -620,60 +611,10 @@ def _check_learn(draft: DraftConfig) -> None:
         )
 
 
-def require_no_pool(config: Config, what: str) -> None:
-    """Raise ConfigError if the draft is in a pool, which `what` cannot use."""
-    if config.draft.is_pooled:
-        raise ConfigError(
-            f"draft.pool is of applications that `specserve serve` or `serve deploy` runs, and "
-            f"{what}; leave it out"
-        )
-
-
-def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None:
-    if draft.kind == "layer_skip" and draft.path is not None:
-        raise ConfigError(
-            "draft.kind layer_skip drafts with the target's own layers; leave draft.path out"
-        )
-    if draft.skip is not None and draft.kind != "layer_skip":
-        raise ConfigError(
-            f"draft.skip belongs to the kind layer_skip, and draft.kind is {draft.kind}; "
-            "leave it out"
-        )
-    if draft.skip is not None and len(set(draft.skip)) < len(draft.skip):
-        raise ConfigError(
-            f"draft.skip names a layer twice: {', '.join(map(str, draft.skip))}; name each once"
-        )
-    if draft.kind == "heads" and draft.path is None:
-        raise ConfigError(
-            "draft.kind heads needs draft.path, heads that "
-            "`specserve heads --target M --text FILE --out DIR` has fitted to the target"
-        )
-    if draft.kind == "eagle" and draft.path is None:
-        raise ConfigError(
-            "draft.kind eagle needs draft.path, an EAGLE-3 head that was trained for the target; "
-            "`specserve eagle --target M --text FILE --out DIR` trains one"
-        )
-    if draft.kind == "heads" and tensor_parallel > 1:
-        raise ConfigError(
-            "draft.kind heads needs the whole vocabulary head on one rank, "
-            f"and target.tensor_parallel is {tensor_parallel}; set it to 1"
-        )
-
-
-def check_placement(draft: DraftConfig, target: TargetConfig) -> None:
+def _check_placement(draft: DraftConfig, target: TargetConfig) -> None:
     """Raise ConfigError for a draft that cannot live where `draft.placement` says."""
-    if draft.placement == "apart" and draft.kind == "heads":
-        raise ConfigError(
-            "draft.kind heads drafts with the target's own vocabulary head, together with it; "
-            "leave draft.placement out"
-        )
     if draft.placement != "together":
         return
-    if draft.kind == "layer_skip" and target.tensor_parallel > 1:
-        raise ConfigError(
-            "draft.kind layer_skip drafts together with a target of one rank only, and "
-            f"target.tensor_parallel is {target.tensor_parallel}; choose draft.placement apart"
-        )
     if draft.num_gpus is not None or draft.label_selector:
         raise ConfigError(
             "draft.num_gpus and draft.label_selector say where a draft apart lives, and "
@@ -683,4 +624,13 @@ def check_placement(draft: DraftConfig, target: TargetConfig) -> None:
         raise ConfigError(
             f"draft.placement together puts the draft on the target's device, {target.device}, "
             f"and draft.device is {draft.device}; leave draft.device out"
+        )
+
+
+def require_no_pool(config: Config, what: str) -> None:
+    """Raise ConfigError if the draft is in a pool, which `what` cannot use."""
+    if config.draft.is_pooled:
+        raise ConfigError(
+            f"draft.pool is of applications that `specserve serve` or `serve deploy` runs, and "
+            f"{what}; leave it out"
         )

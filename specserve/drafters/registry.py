@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS, stage_token_matrix
+from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS
 from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter, never
@@ -20,7 +20,7 @@ from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.tables import TrainableTable
-from specserve.features.cascade.build import build_stages
+from specserve.features.cascade.build import build_stages, stage_token_matrix
 from specserve.features.cascade.drafter import CascadeDrafter
 from specserve.features.cascade.stages import PassCounter, StageDrafter
 from specserve.features.eagle.drafter import EagleDrafter

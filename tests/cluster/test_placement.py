@@ -62,9 +62,8 @@ def test_a_draft_together_with_its_target_has_no_bundle_and_leaves_its_cpus_to_t
         ({"target.tensor_parallel": 2}, False, "apart"),
         ({"draft.label_selector": {"pool": "small"}}, False, "apart"),
         ({"draft.placement": "together"}, True, "together"),
-        ({"draft.kind": "heads"}, False, "auto"),
     ],
-    ids=["CPUs", "GPUs", "several ranks", "another node", "set", "heads"],
+    ids=["CPUs", "GPUs", "several ranks", "another node", "set"],
 )
 def test_auto_is_measured_where_both_placements_are_open_and_else_apart(
     keys: dict[str, object], has_gpus: bool, placement: str
@@ -80,17 +79,11 @@ def test_auto_is_measured_where_both_placements_are_open_and_else_apart(
         ({"draft.num_gpus": 1}, "where a draft apart lives"),
         ({"draft.label_selector": {"pool": "small"}}, "where a draft apart lives"),
         ({"draft.device": "cpu", "target.device": "cuda"}, "leave draft.device out"),
-        ({"draft.kind": "layer_skip", "draft.path": None, "target.tensor_parallel": 2}, "one rank"),
     ],
 )
 def test_what_cannot_be_together_is_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_keys({"draft.placement": "together", **keys})
-
-
-def test_heads_cannot_be_apart() -> None:
-    with pytest.raises(ConfigError, match="together with it"):
-        config_from_keys({"draft.placement": "apart", "draft.kind": "heads"})
 
 
 @pytest.mark.parametrize(
@@ -117,33 +110,11 @@ def test_worker_runs_on_the_gpu_that_it_was_given_or_on_none(
     assert (settled.target.device, settled.draft.device) == (target, draft)
 
 
-def test_gpus_of_a_cascade_are_numbered_as_its_worker_sees_them() -> None:
-    stages = [
-        {"path": "a", "device": "cuda:5"},
-        {"path": "b", "device": "cuda:2"},
-        {"path": "c", "device": "cpu"},
-        {"kind": "bigram"},
-    ]
-    config = config_from_keys({"draft.kind": "vertical", "draft.stages": stages})
-    wanted = bundles(config, has_gpus=True)
-    assert wanted[-1].resources["GPU"] == 2
-    devices = [stage.device for stage in with_devices(config, wanted).draft.stages]
-    assert devices == ["cuda:1", "cuda:0", "cpu", "cpu"]
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"target.device": "cuda:1"}, "names one GPU of a machine, .* write cuda"),
         ({"draft.device": "cuda", "draft.num_gpus": 0}, "draft.num_gpus is 0, .* names cuda:0"),
-        (
-            {
-                "draft.kind": "horizontal",
-                "draft.num_gpus": 1,
-                "draft.stages": [{"path": "a", "device": f"cuda:{n}"} for n in range(2)],
-            },
-            "draft.num_gpus is 1, .* names cuda:0, cuda:1",
-        ),
     ],
 )
 def test_device_that_ray_cannot_give_is_refused(keys: dict[str, object], message: str) -> None:
@@ -320,8 +291,6 @@ ONE_GPU: dict[str, object] = {"target.device": "cuda"}
         ({"draft.label_selector": {"pool": "small"}}, 1, "auto"),
         ({"draft.device": "cpu"}, 1, "auto"),
         ({"target.device": "cpu"}, 0, "auto"),
-        ({"draft.kind": "heads"}, 1, "auto"),
-        ({"draft.kind": "layer_skip", "draft.path": None, "target.tensor_parallel": 2}, 2, "auto"),
     ],
 )
 def test_auto_is_together_where_the_cluster_has_gpus_for_the_ranks_alone(

@@ -47,12 +47,6 @@ def test_the_demo_pair_and_drafts_without_a_model_are_pinned(tmp_path: Path) -> 
     assert not sections({"draft.kind": "unigram", "draft.path": "some/tables"})
 
 
-def test_each_stage_of_a_cascade_has_a_revision_of_its_own() -> None:
-    stages = [{"path": "someone/large", "revision": COMMIT}, {"path": "someone/small"}]
-    keys = {"target.path": "x/y", "target.revision": COMMIT, "draft.kind": "vertical"}
-    assert sections({**keys, "draft.stages": stages}) == ["draft.stages[1]"]
-
-
 # Where it is said
 
 

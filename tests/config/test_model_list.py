@@ -70,10 +70,6 @@ def test_an_entry_without_a_target_is_the_demo_pair() -> None:
             r"models\[0\].target.pth; did you mean models\[0\].target.path\?",
         ),
         (
-            {"models": [{"name": "a"}, {"name": "b", "draft": {"kind": "eagle"}}]},
-            r"models\[1\] \(b\): draft.kind eagle needs draft.path",
-        ),
-        (
             {"models": [{"name": "a", "replicas": {"gateways": 2}}]},
             r"models\[0\].replicas.gateways belongs to the gateways",
         ),

@@ -284,10 +284,6 @@ def test_an_item_of_a_list_is_refused_by_its_index() -> None:
         ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
         ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),
-        (
-            {"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]},
-            "draft.stages belongs to the kinds vertical",
-        ),
     ],
 )
 def test_keys_that_contradict_one_another_are_refused(

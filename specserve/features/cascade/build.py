@@ -17,6 +17,9 @@ from specserve.features.cascade.stages import (
     StageQuota,
 )
 
+DEFAULT_STAGE_TOKENS = 4
+"""Tokens asked of each stage where draft.k is left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class CascadeSpec:
@@ -28,6 +31,26 @@ class CascadeSpec:
     lenience: Sequence[float]
     """[stages - 1]"""
     counter: PassCounter
+
+
+def stage_token_matrix(
+    kind: str, num_stages: int, k: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return draft.k, or its default for this kind where it is left out.
+
+    k[i][j] is the number of tokens that the target (i = 0) or the stage before stage i asks of
+    stage j, as in 2312.11462, Algorithm 1.
+    """
+    if k:
+        return tuple(tuple(row) for row in k)
+    rows = 1 if kind == "horizontal" else num_stages
+    return tuple(
+        tuple(
+            DEFAULT_STAGE_TOKENS if j == i or (j > i and kind != "vertical") else 0
+            for j in range(num_stages)
+        )
+        for i in range(rows)
+    )
 
 
 def build_stages(

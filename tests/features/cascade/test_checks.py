@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from specserve import LLM
-from specserve.cluster.placement import bundles
-from specserve.config.cascade import DEFAULT_STAGE_TOKENS, stage_token_matrix
+from specserve.cluster.placement import bundles, with_devices
+from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import DEMO, DraftConfig, config_from_keys
 from specserve.errors import ConfigError, ModelNotFound, TokenizerMismatch
+from specserve.features.cascade.build import DEFAULT_STAGE_TOKENS, stage_token_matrix
 from tests.support import checkpoints
 
 NEURAL = {"path": "small"}
@@ -85,6 +86,10 @@ def cascade(kind: str = "vertical", stages: object = TWO, **keys: object) -> dic
         ),
         ({"draft.kind": "max_gram", "draft.k": [[1]]}, r"draft\.k belongs to the kinds vertical"),
         (
+            {"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]},
+            "draft.stages belongs to the kinds vertical",
+        ),
+        (
             {"draft.kind": "max_gram", "draft.lenience": 2},
             r"draft\.lenience belongs to the kinds vertical",
         ),
@@ -155,6 +160,28 @@ def test_the_draft_asks_for_as_many_gpus_as_its_stages_name(
     assert bundles(config, has_gpus=True)[-1].resources.get("GPU") == gpus
 
 
+def test_gpus_of_a_cascade_are_numbered_as_its_worker_sees_them() -> None:
+    stages = [
+        {"path": "a", "device": "cuda:5"},
+        {"path": "b", "device": "cuda:2"},
+        {"path": "c", "device": "cpu"},
+        {"kind": "bigram"},
+    ]
+    config = config_from_keys({"draft.kind": "vertical", "draft.stages": stages})
+    wanted = bundles(config, has_gpus=True)
+    assert wanted[-1].resources["GPU"] == 2
+    devices = [stage.device for stage in with_devices(config, wanted).draft.stages]
+    assert devices == ["cuda:1", "cuda:0", "cpu", "cpu"]
+
+
+def test_each_stage_of_a_cascade_has_a_revision_of_its_own() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stages = [{"path": "someone/large", "revision": commit}, {"path": "someone/small"}]
+    keys = {"target.path": "x/y", "target.revision": commit, **cascade(stages=stages)}
+    unpinned = unpinned_models(config_from_keys(keys))
+    assert [model.section for model in unpinned] == ["draft.stages[1]"]
+
+
 def test_missing_or_mismatched_stage_files_are_reported_before_weights_are_loaded(
     tmp_path: Path,
 ) -> None:
@@ -173,3 +200,10 @@ def test_missing_or_mismatched_stage_files_are_reported_before_weights_are_loade
         )
     with pytest.raises(ModelNotFound):
         LLM(**cascade(stages=[{"path": str(tmp_path / "nothing")}, COPY]))
+
+
+def test_a_cascade_on_more_gpus_than_its_share_is_refused() -> None:
+    stages = [{"path": "a", "device": f"cuda:{n}"} for n in range(2)]
+    config = config_from_keys(cascade("horizontal", stages, num_gpus=1))
+    with pytest.raises(ConfigError, match=r"draft.num_gpus is 1, .* names cuda:0, cuda:1"):
+        bundles(config, has_gpus=True)
