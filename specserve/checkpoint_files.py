@@ -6,15 +6,13 @@ Reads no weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part, require
-from specserve.config.pool import pool_sharers
-from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig, TargetConfig
+from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
 from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.features.eagle.checkpoint import require_eagle_for
@@ -67,32 +65,6 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     if reads_prompt_apart:
         require("encoder_decoder")
     return Checkpoints(target, tokenizer, context, reads_prompt_apart)
-
-
-def require_shared_tokenizers(config: Config) -> None:
-    """Raise TokenizerMismatch if models that share a draft pool have different tokenizers."""
-    for name, sharers in pool_sharers(config).items():
-        require_one_tokenizer(name, [part.target for part in sharers])
-
-
-def require_one_tokenizer(pool: str, targets: Sequence[TargetConfig]) -> None:
-    """Raise TokenizerMismatch unless all targets of a draft pool give an id one meaning."""
-    named = list({(target.path, target.revision): target for target in targets}.values())
-    if len(named) < 2:
-        return
-    first, *others = (_tokenizer_of(target) for target in named)
-    for target, other in zip(named[1:], others, strict=True):
-        if first.has_other_meanings(other):
-            raise TokenizerMismatch(
-                f"draft.pool {pool} drafts tokens of one tokenizer, and the targets "
-                f"{named[0].path} and {target.path} have different ones; give each model a "
-                "draft.pool.name of its own"
-            )
-
-
-def _tokenizer_of(target: TargetConfig) -> Tokenizer:
-    files = find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
-    return Tokenizer.load(files)
 
 
 def require_same_kind(target: Path, draft: Path, *, key: str) -> None:

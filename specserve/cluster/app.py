@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from specserve.cluster.board.autoscaling import (
     first_token_policy,
     gateway_policy,
     policy,
-    pool_policy,
 )
 from specserve.cluster.board.placement_watch import PlacementWatch
 from specserve.cluster.board.status_board import Board
@@ -35,14 +34,12 @@ from specserve.cluster.placement import (
     bundles,
     engine_deployments,
     has_room,
-    pool_bundles,
     with_drafts_that_fit,
 )
+from specserve.config.features import part
 from specserve.config.hub_models import unpinned_models
-from specserve.config.pool import pool_sharers, shared_draft_config
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 from specserve.errors import SpecserveError
-from specserve.features.draft_pools.deployment import DraftPool, pool_deployment_name
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +52,6 @@ GATEWAY_TARGET = 256
 DEFAULT_SURGE_PERCENT = 25
 BURST = 64
 """Requests on their way to an engine that it does not count yet."""
-LEAVE_TIMEOUT_S = 15.0
-"""Time that engines have to leave a device of a draft pool that is removed: it notices in 5 s."""
 LOOK_BACK_S = 30.0
 REPORTS_PER_LOOK_BACK = 4
 """Reports of its load that a replica or gateway sends to the autoscaler during the look-back."""
@@ -87,12 +82,13 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     """
     config = _with_shared_weights(config)
     num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
-    parts, has_gpus = engine_deployments(config), num_gpus > 0
+    models, has_gpus = engine_deployments(config), num_gpus > 0
     fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
     wanted = {
-        name: bundles(part, has_gpus=has_gpus) for name, part in engine_deployments(fitted).items()
+        name: bundles(model, has_gpus=has_gpus)
+        for name, model in engine_deployments(fitted).items()
     }
-    surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
+    surges = {name: _surge_percent(model.replicas, wanted[name]) for name, model in models.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
     board = serve.deployment(
         name="Board",
@@ -104,25 +100,24 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         min_gateways=config.replicas.min_gateways,
         watch=PlacementWatch(fitted),
     )
-    pools = {
-        name: _pool(sharers, board, has_gpus=has_gpus)
-        for name, sharers in pool_sharers(config).items()
-    }
+    pools: dict[str | None, Any] = {}
+    if config.shares_drafts:
+        pools = part("draft_pools.application:pools")(config, board, has_gpus=has_gpus)
     engines = [
         serve.deployment(
             name=name,
             logging_config=logs,
             max_surge_percent=surges[name],
-            **engine_options(part, wanted[name]),
-            **_scaling_options(part.replicas),
+            **engine_options(model, wanted[name]),
+            **_scaling_options(model.replicas),
         )(engine or Engine).bind(
-            part,
+            model,
             wanted[name],
             board,
-            *([part.model] if has_several else []),
-            **({"pool": pools[part.draft.pool.name]} if part.draft.pool.name else {}),
+            *([model.model] if has_several else []),
+            **({"pool": pools[model.draft.pool.name]} if model.draft.is_pooled else {}),
         )
-        for name, part in parts.items()
+        for name, model in models.items()
     ]
     gateway = serve.deployment(
         name="Gateway",
@@ -132,35 +127,6 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Gateway)
     application: Application = gateway.bind(config, board, *engines)
     return application
-
-
-def _pool(sharers: Sequence[Config], board: Any, *, has_gpus: bool) -> Any:
-    """Return the draft pool, which the engines of these models share: one replica a device."""
-    config = shared_draft_config(sharers)
-    wanted = pool_bundles(config, has_gpus=has_gpus)[0]
-    actor: dict[str, Any] = {
-        "num_cpus": wanted.resources.get("CPU", 0),
-        "num_gpus": wanted.resources.get("GPU", 0),
-    }
-    if wanted.labels:
-        actor["label_selector"] = dict(wanted.labels)
-    return serve.deployment(
-        name=pool_deployment_name(config),
-        logging_config=logging_config(config),
-        **_pool_scaling_options(config),
-        ray_actor_options=actor,
-        # An engine's call lasts as long as it stays, so Serve spreads engines over devices.
-        max_ongoing_requests=config.engines_per_draft,
-        health_check_period_s=1.0,
-        # Its thread computes for long stretches; an engine finds a drafter that hangs by itself.
-        health_check_timeout_s=60.0,
-        # Engines that can move to another device do so; others go on without drafts until there is
-        # one.
-        graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=LEAVE_TIMEOUT_S,
-        max_constructor_retry_count=3,
-        max_surge_percent=0,
-    )(DraftPool).bind(config, board, tuple(part.target for part in sharers[1:]))
 
 
 def _with_shared_weights(config: Config) -> Config:
@@ -251,10 +217,11 @@ def _gateway_options(config: Config) -> dict[str, Any]:
 
 def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
     decide = policy if replicas.target_ttft_s is None else first_token_policy
-    return _replica_options(replicas, decide)
+    return replica_options(replicas, decide)
 
 
-def _replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]:
+def replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]:
+    """Return how many replicas a deployment has; between fewest and most `decide` says it."""
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
     # With a look-back longer than the delays the autoscaler oscillates: it would react
@@ -277,12 +244,6 @@ def _replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]
 
 def _named(decide: Policy) -> dict[str, str]:
     return {"policy_function": f"{decide.__module__}:{decide.__qualname__}"}
-
-
-def _pool_scaling_options(config: Config) -> dict[str, Any]:
-    """Return how many replicas a draft pool has, with the delays of the first model's engines."""
-    pool, replicas = config.draft.pool, config.replicas
-    return _replica_options(replace(replicas, min=pool.devices, max=pool.most_devices), pool_policy)
 
 
 def _parse_yaml(value: object) -> object:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 from specserve.cluster.engine import fork_server
 from specserve.cluster.engine.worker_host import modelling_modules
-from specserve.config.pool import pool_sharers
 from specserve.config.tree import Config
 from specserve.errors import Unavailable
 
@@ -33,7 +32,7 @@ def checkpoint_check(config: Config) -> Iterator[Callable[[], None]]:
             stack.callback(connection.close)
             connection.send(("find_checkpoints", (part,)))
             connections.append(connection)
-        if any(len(sharers) > 1 for sharers in pool_sharers(config).values()):
+        if config.models and config.shares_drafts:
             connections.append(connections[-1])  # which answers a second time
             connections[-1].send(("require_shared_tokenizers", (config,)))
 

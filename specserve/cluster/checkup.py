@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from specserve.cluster.cluster_address import running_clusters
 from specserve.cluster.placement import (
     NodeResources,
+    bundles_beside,
     check_fits,
     first_bundles,
     gateway_bundle,
-    pool_bundles,
     with_drafts_that_fit,
 )
 from specserve.cluster.ray_session import (
@@ -110,7 +110,7 @@ def _refusal(
             nodes,
             replicas=replicas,
             gateway=gateway_bundle(config),
-            beside=pool_bundles(config, has_gpus=has_gpus),
+            beside=bundles_beside(config, has_gpus=has_gpus),
         )
     except ConfigError as error:
         return str(error)

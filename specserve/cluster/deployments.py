@@ -33,6 +33,7 @@ from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import Bundle
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
+from specserve.config.features import part
 from specserve.config.tree import Config
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
@@ -72,7 +73,7 @@ class Engine:
             replica=self._replica,
             emit=self._emit,
             on_displaced=self._replies.end,
-            join=None if pool is None else pool.join.options(stream=True).remote,
+            join=None if pool is None else part("draft_pools.link:joining")(pool),
         )
         self._coordinator, self._group = (
             self._running_engine.coordinator,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.features import part
 from specserve.config.model_list import deployment_suffix
-from specserve.config.pool import pool_sharers
 from specserve.config.tree import Config, DraftConfig, TargetConfig, check_draft
 from specserve.errors import ConfigError
 
@@ -94,8 +94,13 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     )
     if not draft.may_be_apart:
         return wanted
+    return (*wanted, draft_bundle("draft", draft, has_gpus=has_gpus))
+
+
+def draft_bundle(name: str, draft: DraftConfig, *, has_gpus: bool) -> Bundle:
+    """Return what a draft needs that is not with the target."""
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
-    return (*wanted, Bundle("draft", _resources(share, draft.threads), draft.label_selector))
+    return Bundle(name, _resources(share, draft.threads), draft.label_selector)
 
 
 def engine_deployments(config: Config) -> dict[str, Config]:
@@ -134,7 +139,7 @@ def _with_draft_together(config: Config) -> Config:
 def _first_gpus(config: Config) -> float:
     """Return the GPUs of all that must fit at the start, of a cluster that has some."""
     wanted, times = first_bundles(config, has_gpus=True)
-    beside = pool_bundles(config, has_gpus=True)
+    beside = bundles_beside(config, has_gpus=True)
     return sum(bundle.resources.get("GPU", 0.0) for bundle in (*wanted * times, *beside))
 
 
@@ -153,23 +158,17 @@ def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...]
     return together, 1
 
 
-def pool_bundles(config: Config, *, has_gpus: bool, at_most: bool = False) -> tuple[Bundle, ...]:
-    """Return what the devices of all draft pools need, one bundle each; none without a pool.
+def bundles_beside(config: Config, *, has_gpus: bool, at_most: bool = False) -> tuple[Bundle, ...]:
+    """Return what drafts need that engines share, one bundle each; none without such drafts.
 
-    They are those with which pools start, or as many as they grow to.
+    They are those that start, or as many as there may ever be.
     """
-    return tuple(
-        Bundle(
-            f"draft pool {draft.pool.name}",
-            _resources(
-                draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus),
-                draft.threads,
-            ),
-            draft.label_selector,
-        )
-        for draft in (sharers[0].draft for sharers in pool_sharers(config).values())
-        for _ in range(draft.pool.most_devices if at_most else draft.pool.devices)
+    if not config.shares_drafts:
+        return ()
+    found: tuple[Bundle, ...] = part("draft_pools.sharers:pool_bundles")(
+        config, has_gpus=has_gpus, at_most=at_most
     )
+    return found
 
 
 def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:

@@ -20,10 +20,10 @@ from specserve.cluster.placement import (
     GATEWAY_CPUS,
     Bundle,
     bundles,
+    bundles_beside,
     check_fits,
     first_bundles,
     gateway_bundle,
-    pool_bundles,
     with_drafts_that_fit,
 )
 from specserve.config.tree import Config
@@ -144,7 +144,7 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
                 found.nodes,
                 replicas=replicas,
                 gateway=gateway,
-                beside=pool_bundles(config, has_gpus=has_gpus),
+                beside=bundles_beside(config, has_gpus=has_gpus),
             )
         except ConfigError:
             if time.monotonic() > until:
@@ -322,7 +322,7 @@ def _num_cpus(config: Config) -> int:
         for bundle in bundles(part, has_gpus=False)
     )
     others = sum(
-        bundle.resources["CPU"] for bundle in pool_bundles(config, has_gpus=False, at_most=True)
+        bundle.resources["CPU"] for bundle in bundles_beside(config, has_gpus=False, at_most=True)
     )
     gateways = config.replicas.gateways * GATEWAY_CPUS
     return max(os.cpu_count() or 1, int(engines + gateways + others) + 1)

@@ -22,7 +22,7 @@ from specserve.config.cascade import (
     token_matrix,
 )
 from specserve.config.demo import DemoConfig
-from specserve.config.features import check_features
+from specserve.config.features import check_features, part
 from specserve.config.fields import (
     NAME,
     boolean,
@@ -39,7 +39,7 @@ from specserve.config.fields import (
     text,
 )
 from specserve.config.model_list import check_names, check_top_level, keys_of_each
-from specserve.config.pool import PoolConfig, with_shared_pools
+from specserve.config.pool import PoolConfig
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
@@ -341,12 +341,9 @@ class Config:
             )
 
     @property
-    def engines_per_draft(self) -> int:
-        """Number of engines that one draft drafts for at most."""
-        pool = self.draft.pool
-        if not self.draft.is_pooled:
-            return 1
-        return -(-max(pool.targets or 0, self.replicas.max) // pool.devices)
+    def shares_drafts(self) -> bool:
+        """True if there are drafts that several engines share."""
+        return any(part.draft.is_pooled for part in self.each_model)
 
     def rank_threads(self, *, with_draft: bool) -> int | None:
         """Return the threads of a target's rank, which those of a draft beside it join."""
@@ -365,7 +362,7 @@ def config_from_keys(
     config = read_section(Config, given)
     if config.models:
         return _with_models(config, given)
-    return with_shared_pools(_validate(_fill_in(config)))
+    return _with_shared_drafts(_validate(_fill_in(config)))
 
 
 def _with_models(config: Config, given: Mapping[str, object]) -> Config:
@@ -382,7 +379,7 @@ def _with_models(config: Config, given: Mapping[str, object]) -> Config:
             parts.append(_validate(_fill_in(part)))
         except ConfigError as error:
             raise ConfigError(f"models[{index}] ({names[index]}): {error}") from error
-    return with_shared_pools(replace(config, name=name, models=tuple(parts)))
+    return _with_shared_drafts(replace(config, name=name, models=tuple(parts)))
 
 
 def config_from_file(
@@ -542,6 +539,14 @@ def _validate(config: Config) -> Config:
             "lower the one or raise the other"
         )
     return config
+
+
+def _with_shared_drafts(config: Config) -> Config:
+    """Return the config with what models that share a draft must know of one another."""
+    if not config.shares_drafts:
+        return config
+    shared: Config = part("draft_pools.checks:with_shared_pools")(config)
+    return shared
 
 
 def _validate_application(config: Config) -> None:

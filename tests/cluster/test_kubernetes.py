@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from specserve import __version__
-from specserve.cluster.placement import bundles, pool_bundles
+from specserve.cluster.placement import bundles
 from specserve.config.tree import config_from_keys
 from tests.support.kubernetes_check import errors, kuberay_definitions, kubernetes_definitions
 from tests.support.kubernetes_fields import schema_of
@@ -238,7 +238,7 @@ def test_numbers_are_text_where_kubernetes_takes_nothing_else() -> None:
     assert all(isinstance(value, str) for value in env)
 
 
-# With a draft pool
+# With draft pools
 
 
 def _with_pool() -> tuple[Tree, Tree, dict[str, Tree]]:
@@ -247,14 +247,6 @@ def _with_pool() -> tuple[Tree, Tree, dict[str, Tree]]:
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     return service, application, {group["groupName"]: group for group in groups}
-
-
-def _room(group: Tree) -> dict[str, float]:
-    """Return what Ray may hand out in a pod."""
-    (container,) = group["template"]["spec"]["containers"]
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    limits = container["resources"]["limits"]
-    return {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
 
 
 def test_the_file_with_a_pool_differs_in_the_pool_and_its_pods_alone() -> None:
@@ -286,39 +278,6 @@ def test_the_file_with_a_pool_differs_in_the_pool_and_its_pods_alone() -> None:
         expected = APPLICATION["args"][section]
         application["args"][section] |= {key: expected[key] for key in keys if key in expected}
     assert application == APPLICATION
-
-
-def test_engines_have_a_pod_each_and_the_pool_one_for_each_device() -> None:
-    _, application, groups = _with_pool()
-    config = config_from_keys(application["args"])
-    replicas, pool = config.replicas, config.draft.pool
-    wanted = bundles(config, has_gpus=True)
-    for resource, amount in _room(groups["engines"]).items():
-        assert sum(one.resources.get(resource, 0) for one in wanted) <= amount
-    assert (groups["engines"]["minReplicas"], groups["engines"]["maxReplicas"]) == (
-        replicas.min,
-        replicas.max,
-    )
-    drafts = pool_bundles(config, has_gpus=True, at_most=True)
-    for draft in drafts:
-        assert draft.labels.items() <= groups["drafts"]["labels"].items()
-        assert all(
-            draft.resources.get(key, 0) <= has for key, has in _room(groups["drafts"]).items()
-        )
-    assert (groups["drafts"]["minReplicas"], groups["drafts"]["maxReplicas"]) == (
-        pool.devices,
-        len(drafts),
-    )
-    assert len(drafts) == pool.max_devices
-
-
-def test_no_rank_takes_a_pods_gpu_that_is_the_pools() -> None:
-    _, application, groups = _with_pool()
-    config = config_from_keys(application["args"])
-    for bundle in bundles(config, has_gpus=True):
-        if bundle.resources.get("GPU"):
-            assert bundle.labels.items() <= groups["engines"]["labels"].items()
-            assert not bundle.labels.items() <= groups["drafts"]["labels"].items()
 
 
 # Secrets

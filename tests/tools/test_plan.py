@@ -17,7 +17,7 @@ import torch
 from lab.papers.family import reader
 from specserve import theory
 from specserve.cli.main import main
-from specserve.config.tree import DEMO, config_from_keys
+from specserve.config.tree import DEMO
 from specserve.drafters.ngram.tables import UnigramTable, count_texts
 from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
@@ -26,7 +26,6 @@ from specserve.models.checkpoints.weights import Codes
 from specserve.models.checkpoints.widen import _open
 from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
-from specserve.tools.plan.devices import device_demands
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, TableDrafter, overlaps
 from specserve.tools.plan.memory import (
@@ -476,16 +475,6 @@ def test_a_plan_says_how_many_engines_a_draft_can_serve_and_how_many_devices_tha
     assert "engines a draft, below 70%" in capsys.readouterr().out
     (written,) = json.loads(file.read_text())["pools"]
     assert written["engines"] >= 2
-
-
-def test_the_devices_of_a_plan_include_those_of_a_pool_once() -> None:
-    keys = {"replicas.min": 2, "replicas.max": 4, "draft.threads": 3, "draft.device": "cpu"}
-    pool_keys = {"name": "shared", "devices": 2, "max_devices": 3}
-    config = config_from_keys({**keys, "draft": {"pool": pool_keys}})
-    engines, pool, _ = device_demands(config, has_gpus=False)
-    assert (engines.cpus, engines.max_replicas) == (2.0, 4), "coordinator and rank"
-    assert (pool.name, pool.cpus) == ("draft pool shared", 3.0)
-    assert (pool.min_replicas, pool.max_replicas) == (2, 3)
 
 
 @pytest.mark.parametrize(("gpus", "placed"), [("1xH100", True), ("2xH100", False)])

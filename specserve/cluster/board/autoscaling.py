@@ -1,4 +1,4 @@
-"""Decide how many engines, draft pool devices and gateways there should be, for Serve's autoscaler.
+"""Decide how many engines and gateways there should be, for Serve's autoscaler.
 
 The number of requests alone says little about a language model's load: a few long texts fill a KV
 cache that many short ones do not. So requests and pages both count, each as the number of replicas
@@ -22,10 +22,6 @@ LIMIT_METRIC = "load_limit"
 """Requests up to which a replica's first tokens are on time; 0 while none was too late."""
 HIGHEST_METRIC = "highest_load"
 """Most requests of a replica at which the times of first tokens are known; 0 at first."""
-DRAFTS_METRIC = "drafts_wanted"
-"""Devices that the load of one device of a draft pool would keep as busy as they may be."""
-ENGINES_METRIC = "pool_engines"
-"""Engines that one device of a draft pool drafts for."""
 CPU_METRIC = "cpu_share"
 """Share of a core that a gateway uses."""
 START_METRIC = "start_seconds"
@@ -87,7 +83,7 @@ def autoscaling_stats(
 def policy(context: Any) -> tuple[float, dict[str, Any]]:
     """Return the number of replicas for a `ray.serve.config.AutoscalingContext`, and no state."""
     by_requests = context.total_num_requests / context.config.get_target_ongoing_requests()
-    return _steady(context, max(by_requests, _by_pages(context))), {}
+    return steady(context, max(by_requests, _by_pages(context))), {}
 
 
 def first_token_policy(context: Any) -> tuple[float, dict[str, Any]]:
@@ -109,19 +105,7 @@ def first_token_policy(context: Any) -> tuple[float, dict[str, Any]]:
     )
     by_first_tokens = max(load, forecast.upper(lead_s)) / capacity if load else 0.0
     state = {_PLAN: LoadPlan(forecast, limit, limit_since, lead_s)}
-    return _steady(context, max(by_first_tokens, _by_pages(context))), state
-
-
-def pool_policy(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return the number of devices that a draft pool's load keeps busy, and no state.
-
-    An engine drafts on one, so more devices than engines would be of no use.
-    """
-    drafts, engines = (
-        sum(context.aggregated_metrics.get(metric, {}).values())
-        for metric in (DRAFTS_METRIC, ENGINES_METRIC)
-    )
-    return _steady(context, min(drafts, engines)), {}
+    return steady(context, max(by_first_tokens, _by_pages(context))), state
 
 
 def gateway_policy(context: Any) -> tuple[float, dict[str, Any]]:
@@ -131,10 +115,10 @@ def gateway_policy(context: Any) -> tuple[float, dict[str, Any]]:
     """
     by_streams = context.total_num_requests / context.config.get_target_ongoing_requests()
     used: float = sum(context.aggregated_metrics.get(CPU_METRIC, {}).values())
-    return _steady(context, max(by_streams, used / GATEWAY_BUSY)), {}
+    return steady(context, max(by_streams, used / GATEWAY_BUSY)), {}
 
 
-def _steady(context: Any, wanted: float) -> float:
+def steady(context: Any, wanted: float) -> float:
     """Return the current number if one replica fewer would hardly do."""
     current: int = context.target_num_replicas
     fewer = current - 1

@@ -9,10 +9,10 @@ from specserve.cluster.node_resources import ClusterResources, cluster_resources
 from specserve.cluster.placement import (
     Bundle,
     bundles,
+    bundles_beside,
     engine_deployments,
     explain_waiting,
     gateway_bundle,
-    pool_bundles,
 )
 from specserve.config.tree import Config
 
@@ -57,7 +57,7 @@ class PlacementWatch:
         )
         pool = tuple(
             bundle
-            for bundle in pool_bundles(self._config, has_gpus=has_gpus)
+            for bundle in bundles_beside(self._config, has_gpus=has_gpus)
             if found.has_waiting_actor(bundle.resources)
         )
         waits = not gateway_runs and found.has_waiting_actor(gateway.resources)

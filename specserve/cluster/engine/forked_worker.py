@@ -12,8 +12,9 @@ from typing import Any
 
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
-from specserve.checkpoint_files import find_checkpoints, require_shared_tokenizers
+from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.engine.workers import DraftWorker, TargetWorker
+from specserve.config.features import part
 from specserve.errors import ModelError, SpecserveError
 from specserve.models.cpu.linear_kernels import compile_ahead
 
@@ -48,7 +49,7 @@ def work(connection: Connection) -> None:
                 find_checkpoints(*arguments)
                 result: object = None
             elif method == "require_shared_tokenizers":
-                require_shared_tokenizers(*arguments)
+                part("draft_pools.tokenizers:require_shared_tokenizers")(*arguments)
                 result = None
             elif method in KINDS:
                 worker = KINDS[method](*arguments)

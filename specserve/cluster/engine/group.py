@@ -20,7 +20,13 @@ from specserve.cluster.engine.remote import (
     RemoteTarget,
     ReportExchange,
 )
-from specserve.cluster.engine.supervisor import Worker, Workers, WorkerSupervisor, kill_process
+from specserve.cluster.engine.supervisor import (
+    Join,
+    Worker,
+    Workers,
+    WorkerSupervisor,
+    kill_process,
+)
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerReady
 from specserve.cluster.engine.worker_hosts import StartedWorker, WorkerHosts, result_of
 from specserve.cluster.placement import (
@@ -38,7 +44,6 @@ from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent
 from specserve.errors import DeviceFault, VersionMismatch, WorkerLost
-from specserve.features.draft_pools.link import Join, join_pool
 from specserve.types import Curve, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -46,8 +51,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ReportEvent = Callable[[DeviceEvent], None]
 TARGET, DRAFT = "target", "draft"
-POOL_PATIENCE_S = 120.0
-"""Time that an engine waits for its draft pool when it starts."""
+JOIN_PATIENCE_S = 120.0
+"""Time that an engine waits for a shared drafter when it starts."""
 
 
 class WorkerGroup:
@@ -67,7 +72,7 @@ class WorkerGroup:
         join: Join | None = None,
     ) -> None:
         config = with_devices(config, wanted)
-        self._join, self._pool_name = join, config.draft.pool.name
+        self._join = join
         if join is not None:
             config = replace(config, draft=DraftConfig(kind="none"))  # the ranks know of none
         self._config = with_draft_placement(config, wanted)
@@ -99,8 +104,8 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Start all workers and load their models; report every exchange, and what devices do.
 
-        With `join` the drafter is a pool's. Raises the error of the first worker that failed, after
-        killing all workers.
+        With `join` the drafter is a shared one. Raises the error of the first worker that failed,
+        after killing all workers.
         """
         group = cls(config, wanted, KeyPair.generate(), report, report_event, join)
         # The drafter's process starts while the ranks load their weights.
@@ -115,7 +120,7 @@ class WorkerGroup:
             if group._settle_placement(ranks) and drafter is not None:
                 drafters = await group._open_first_drafter(await drafter)
             elif join is not None:
-                drafters = await group._join_first_pool()
+                drafters = await group._join_first_drafter()
             elif drafter is not None:
                 group._hosts.kill(await drafter)
         except BaseException:
@@ -140,7 +145,7 @@ class WorkerGroup:
             draft = replace(draft, placement=TOGETHER)
         self._config = replace(self._config, draft=draft)
         if self._join is not None:
-            # The times of a pool's batches depend on other engines, so none counts as slow.
+            # The times of its batches depend on other engines, so none counts as slow.
             self.drafter = RemoteDrafter(
                 deadline_s=self._config.faults.round_deadline_s, report=self._report
             )
@@ -169,8 +174,8 @@ class WorkerGroup:
         """Say where the draft lives, and why if that was measured; None without a draft."""
         if self.drafter is None:
             return None
-        if self._pool_name is not None:
-            return f"apart, in the pool {self._pool_name}"
+        if self._join is not None:
+            return f"apart, in the pool {self._draft_config.draft.pool.name}"
         if self.choice is not None:
             return self.choice.reason
         placement = self._config.draft.placement
@@ -295,7 +300,7 @@ class WorkerGroup:
                     DRAFT,
                     drafters,
                     self.drafter,
-                    self._restart_drafter if self._join is None else self._join_pool,
+                    self._restart_drafter if self._join is None else self._join_drafter,
                     max_restarts=None,
                     on_failure=self._record_loss if self._join is None else None,
                 ),
@@ -343,14 +348,14 @@ class WorkerGroup:
     async def _restart_drafter(self) -> Workers:
         return await self._open_drafter(await self._start_drafter())
 
-    async def _join_pool(self) -> Workers:
+    async def _join_drafter(self) -> Workers:
         assert self._join is not None
-        return await join_pool(DRAFT, self._join, self.info)
+        return await self._join(DRAFT, self.info)
 
-    async def _join_first_pool(self) -> Workers:
-        """Join the pool; go on without after some time, since it may be about to be replaced."""
+    async def _join_first_drafter(self) -> Workers:
+        """Join; go on without a drafter after some time, since it may be about to be replaced."""
         try:
-            return await asyncio.wait_for(self._join_pool(), POOL_PATIENCE_S)
+            return await asyncio.wait_for(self._join_drafter(), JOIN_PATIENCE_S)
         except (WorkerLost, VersionMismatch, TimeoutError):
             log.warning(
                 "the draft pool is away; rounds go on without draft tokens until it is back"

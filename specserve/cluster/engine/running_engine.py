@@ -17,13 +17,13 @@ from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.engine.health import EngineHealth
 from specserve.cluster.engine.node_drain import DrainWatch
 from specserve.cluster.engine.remote import RemoteDrafter
+from specserve.cluster.engine.supervisor import Join
 from specserve.cluster.placement import Bundle
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.first_tokens import FirstTokenRecord
 from specserve.engine.trace import Exchange, Round, TraceJournal
 from specserve.errors import Overloaded, SpecserveError
-from specserve.features.draft_pools.link import Join
 from specserve.metrics import Registry, Snapshot
 from specserve.tracing import EngineSpans, tracer_from_environment
 from specserve.types import Chunk, Request
@@ -93,7 +93,8 @@ class RunningEngine:
         """Start the workers and begin with rounds.
 
         `emit` gets the chunks of each round, `on_displaced` the id of a waiting sequence that gives
-        its place to another client's, and the error that it ends with. `join` joins a draft pool.
+        its place to another client's, and the error that it ends with. `join` links to a shared
+        drafter.
         """
         started_at, registry = time.monotonic(), Registry()
         journal = TraceJournal(registry)

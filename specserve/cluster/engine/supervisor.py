@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from specserve.cluster.engine.worker_host import WorkerReady
 from specserve.cluster.transport.link import Client
 from specserve.errors import Displaced, WorkerLost, first_line
+from specserve.types import ModelInfo
 from specserve.wire.messages import Stop
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class RemoteWorkers(Protocol):
 
 Workers = tuple[Worker, ...]
 Start = Callable[[], Awaitable[Workers]]
+Join = Callable[[str, ModelInfo], Awaitable[Workers]]
+"""Links to a drafter that other engines use, too, given its role and the target."""
 OnFailure = Callable[[Worker], None]
 
 

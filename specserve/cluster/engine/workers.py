@@ -9,45 +9,46 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specserve.checkpoint_files import draft_translation, require_one_tokenizer
+from specserve.checkpoint_files import draft_translation
 from specserve.cluster.engine.hidden_relay import MAX_SENT_BYTES, newest_states
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.placement_trial import try_placements, warm_drafter_up
-from specserve.cluster.engine.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
+from specserve.cluster.engine.worker_host import WorkerHello, WorkerReady, WorkerSite
+from specserve.cluster.engine.worker_setup import (
+    NICENESS,
+    check_device,
+    set_num_threads,
+    target_tokenizer,
+    warm_up_alone,
+    worker_place,
+)
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
 from specserve.config.cascade import NGRAM_KINDS
-from specserve.config.tree import Config, TargetConfig
+from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.drafters.registry import (
     OpenDrafter,
     open_apart_drafter,
-    open_drafter,
     open_local_drafter,
 )
 from specserve.engine.draft_placement import APART, PlacementChoice
-from specserve.errors import DeviceFault
-from specserve.features.draft_pools.shares import engine_of
 from specserve.grammar.matcher import GrammarCompiler
-from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
-from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
-from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
-from specserve.models.warmup import WARMUP_SEQ_ID, warm_up, warm_up_briefly
-from specserve.types import Curve, DraftStep, ModelInfo, Policy, Span, Verdict, Warp
+from specserve.models.warmup import warm_up, warm_up_briefly
+from specserve.types import Curve, ModelInfo, Span, Verdict
 from specserve.wire.messages import (
     Failure,
     Message,
@@ -69,11 +70,6 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 # A drafter polls this long for its next message before it sleeps: the whole round waits for it, and
 # a core takes long to wake up.
 SPIN_S = 0.02
-# Niceness of a drafter on CPUs. It works all the time, whereas the processes that share its cores
-# (coordinator, gateway) have little to do, but must do it at once.
-NICENESS = 5
-WARM_UP_LENGTHS = (64, 8, 1)
-"""Prompt lengths of a drafter's first passes."""
 
 
 class TargetWorker:
@@ -110,10 +106,10 @@ class TargetWorker:
         A rank that replaces a lost one is given the `curve` of the first one, and warms up briefly.
         """
         target, draft = self._config.target, self._config.draft
-        _check_device(self._site, target.device)
+        check_device(self._site, target.device)
         is_tried = draft.placement == "auto" and draft.may_be_apart
         is_apart = draft.may_be_apart and not is_tried
-        _set_num_threads(
+        set_num_threads(
             self._config.rank_threads(with_draft=not is_apart), sharers=self._size + is_apart
         )
         self._model = open_target(
@@ -139,7 +135,7 @@ class TargetWorker:
         info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
-            _worker_place(self._site, self._model.runner.device),
+            worker_place(self._site, self._model.runner.device),
             info.max_context,
             info.num_pages,
             info,
@@ -159,7 +155,7 @@ class TargetWorker:
             warm_drafter_up(model, self._drafter)
         else:  # the other ranks take no part, so without a pass of the target
             assert isinstance(drafter, OpenDrafter), "the config has been checked"
-            _warm_up_alone(drafter, model.info)
+            warm_up_alone(drafter, model.info)
         return drafter.context
 
     def _try_placements(self, model: TargetModel, curve: Curve) -> tuple[PlacementChoice, Curve]:
@@ -180,7 +176,7 @@ class TargetWorker:
         )
         if choice.placement == APART:
             self._drafter = None
-            _set_num_threads(target.threads, sharers=self._size + 1)
+            set_num_threads(target.threads, sharers=self._size + 1)
         return choice, curve
 
     @property
@@ -260,10 +256,10 @@ class DraftWorker:
         """Load the weights and warm up."""
         draft = self._config.draft
         for device in {one.device for one in draft.drafter_configs if one.kind not in NGRAM_KINDS}:
-            _check_device(self._site, device)
-        _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
+            check_device(self._site, device)
+        set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
         grammar_compiler = GrammarCompiler.from_tokenizer(
-            lambda: _target_tokenizer(self._config),
+            lambda: target_tokenizer(self._config),
             vocab_size=target.vocab_size,
             end_ids=target.end_ids,
         )
@@ -273,13 +269,13 @@ class DraftWorker:
             grammar_compiler=grammar_compiler,
             translation=draft_translation(self._config),
         )
-        _warm_up_alone(self._drafter, target)
+        warm_up_alone(self._drafter, target)
         freeze_objects()
         if self._drafter.device.type == "cpu":
             os.nice(NICENESS)
         return WorkerReady(
             self._server.address,
-            _worker_place(self._site, self._drafter.device),
+            worker_place(self._site, self._drafter.device),
             self._drafter.context,
             self._drafter.num_pages,
         )
@@ -310,45 +306,6 @@ class DraftWorker:
         self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
 
 
-def open_pooled_drafter(
-    config: Config,
-    site: WorkerSite,
-    target: ModelInfo,
-    other_targets: Sequence[TargetConfig] = (),
-) -> OpenDrafter:
-    """Load a drafter that several engines share, in the thread that will run it, and warm up.
-
-    Raises TokenizerMismatch if one of the `other_targets` has another tokenizer than the config's.
-    """
-    draft = config.draft
-    require_one_tokenizer(str(draft.pool.name), (config.target, *other_targets))
-    _check_device(site, draft.device)
-    _set_num_threads(draft.threads, sharers=config.target.tensor_parallel + 1)
-    drafter = open_drafter(
-        config,
-        target_vocab_size=target.vocab_size,
-        grammar_compiler=GrammarCompiler.from_tokenizer(
-            lambda: _target_tokenizer(config), vocab_size=target.vocab_size, end_ids=target.end_ids
-        ),
-        translation=draft_translation(config),
-        has_own_device=True,
-        group_of=engine_of,
-    )
-    _warm_up_alone(drafter, target)
-    freeze_objects()
-    if drafter.device.type == "cpu":
-        os.nice(NICENESS)  # of this thread, and of those that it starts
-    return drafter
-
-
-def _target_tokenizer(config: Config) -> str:
-    """Return the target's tokenizer, which a draft model shares if it has one at all."""
-    target = config.target
-    return load_tokenizer(
-        find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
-    )
-
-
 def _serve(
     server: Server,
     answer: Callable[[Message], Message],
@@ -372,49 +329,3 @@ def _serve(
         else:
             idle()
     server.close()
-
-
-def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:
-    """Run the drafter's first passes, and those that prepare proposals if it anticipates."""
-    encoder_input = () if target.decoder_start is None else (0,)
-    for length in WARM_UP_LENGTHS:
-        step = _draft_step(min(length, drafter.context - 2), encoder_input)
-        drafter.propose([step], float("inf"))
-        drafter.prepare(bool)
-        drafter.release([WARMUP_SEQ_ID])
-
-
-def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
-    """Set torch's CPU threads: those of the config, or else a fair share of this node's cores.
-
-    The share is counted as if all `sharers` ran on this node.
-    """
-    torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
-
-
-def _check_device(site: WorkerSite, name: str) -> None:
-    """Raise DeviceFault if the worker's device of that name fails its self-test."""
-    torch.set_num_threads(1)  # threads would wait for each other longer than the test takes
-    device = resolve_device(name)
-    if (fault := find_fault(device)) is not None:
-        place = _worker_place(site, device)
-        raise DeviceFault(
-            f"{place.hardware} of node {site.address} is faulty: {fault}",
-            node=place.node,
-            device=place.hardware,
-        )
-
-
-def _worker_place(site: WorkerSite, device: torch.device) -> WorkerPlace:
-    return WorkerPlace(site.node, os.getpid(), str(device), site.accelerators)
-
-
-def _draft_step(length: int, encoder_input: tuple[int, ...]) -> DraftStep:
-    return DraftStep(
-        WARMUP_SEQ_ID,
-        0,
-        (0,) * max(1, length),
-        2,
-        Policy(Warp(), "block", seed=0, prompt_length=length),
-        encoder_input,
-    )

@@ -21,7 +21,6 @@ import ray
 from ray import serve
 
 from specserve.api.service import PoolStatus
-from specserve.cluster.board.autoscaling import DRAFTS_METRIC, ENGINES_METRIC
 from specserve.cluster.board.status_board import POOL, PoolAnswer, ReplicaReport, report_forever
 from specserve.cluster.engine.process_state import process_runs_on
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerReady, WorkerSite
@@ -29,8 +28,10 @@ from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import FIRST_GPU
 from specserve.config.tree import MAX_BATCH_TOKENS, Config, TargetConfig
 from specserve.errors import WorkerLost, first_line
+from specserve.features.draft_pools.autoscaling import DRAFTS_METRIC, ENGINES_METRIC
 from specserve.features.draft_pools.balance import HealthChecks, PoolBalance
 from specserve.features.draft_pools.link import JoiningEngine
+from specserve.features.draft_pools.sharers import engines_per_draft
 from specserve.metrics import Registry
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def pool_deployment_name(config: Config) -> str:
 def pool_draft_config(config: Config, *, has_gpu: bool) -> Config:
     """Return the config by which a device's draft is opened: with room for all its engines."""
     engines, draft, limits, cache = (
-        config.engines_per_draft,
+        engines_per_draft(config),
         config.draft,
         config.limits,
         config.cache,
@@ -96,7 +97,7 @@ class DraftPool:
         The drafter is opened when the first one joins.
         """
         # Imported here, since a process that only deploys it needs no torch.
-        from specserve.cluster.engine.workers import open_pooled_drafter
+        from specserve.features.draft_pools.opening import open_pooled_drafter
         from specserve.features.draft_pools.worker import PoolWorker
 
         join_serve(config)

@@ -7,13 +7,14 @@ import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from specserve.cluster.engine.process_state import process_runs_on
-from specserve.cluster.engine.supervisor import Worker, Workers
+from specserve.cluster.engine.supervisor import Join, Worker, Workers
 from specserve.cluster.engine.worker_host import WorkerReady
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
@@ -32,8 +33,13 @@ class JoiningEngine(Versioned):
     target: ModelInfo
 
 
-Join = Callable[[JoiningEngine], AsyncIterator[WorkerReady]]
+Membership = Callable[[JoiningEngine], AsyncIterator[WorkerReady]]
 """Joins a pool: yields when it is open, and again to ask for a move; lasts as long as the pool."""
+
+
+def joining(pool: Any) -> Join:
+    """Return how an engine joins the pool of this Serve handle."""
+    return partial(join_pool, pool.join.options(stream=True).remote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class PoolLink(Worker):
         self.run_call.cancel()
 
 
-async def join_pool(role: str, join: Join, target: ModelInfo) -> Workers:
+async def join_pool(join: Membership, role: str, target: ModelInfo) -> Workers:
     """Join a pool and link to it; raise WorkerLost, or what the pool refuses with."""
     keys = KeyPair.generate()
     exchange = asyncio.Event()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
-from specserve.cluster.placement import Bundle, bundles, gateway_bundle, pool_bundles
+from specserve.cluster.placement import Bundle, bundles, bundles_beside, gateway_bundle
 from specserve.config.tree import Config
 
 KINDS = ("CPU", "GPU")
@@ -84,9 +84,11 @@ def _amounts(wanted: Sequence[Bundle]) -> tuple[float, float]:
 def _pools(config: Config, has_gpus: bool) -> Iterator[tuple[Bundle, int, int]]:
     """Yield what a device of each pool asks for, and how many there are at least and at most."""
     fewest, most = (
-        Counter(bundle.name for bundle in pool_bundles(config, has_gpus=has_gpus, at_most=at_most))
+        Counter(
+            bundle.name for bundle in bundles_beside(config, has_gpus=has_gpus, at_most=at_most)
+        )
         for at_most in (False, True)
     )
-    bundles_by_name = {each.name: each for each in pool_bundles(config, has_gpus=has_gpus)}
+    bundles_by_name = {each.name: each for each in bundles_beside(config, has_gpus=has_gpus)}
     for name, bundle in bundles_by_name.items():
         yield bundle, fewest[name], most[name]

@@ -9,8 +9,6 @@ import pytest
 
 from specserve.cluster.board.autoscaling import (
     CPU_METRIC,
-    DRAFTS_METRIC,
-    ENGINES_METRIC,
     HIGHEST_METRIC,
     LIMIT_METRIC,
     PAGES_METRIC,
@@ -18,7 +16,6 @@ from specserve.cluster.board.autoscaling import (
     first_token_policy,
     gateway_policy,
     policy,
-    pool_policy,
 )
 from specserve.engine.first_tokens import BUCKET_RATIO, HALF_LIFE_S
 
@@ -65,40 +62,6 @@ def test_a_load_between_two_sizes_does_not_make_it_swing() -> None:
     """Check that the load of 1.05 for which it grew to two keeps two."""
     assert policy(context(requests=10.5, pages=[0.2], replicas=1))[0] > 1
     assert policy(context(requests=9.5, pages=[0.1, 0.1], replicas=2))[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("drafts", "engines", "wanted"),
-    [
-        ([0.4], [2], 0.4),
-        ([1.3], [2], 1.3),
-        ([0.8, 0.9], [2, 2], 1.7),
-        ([0.5, 0.4], [2, 2], 2),
-        ([0.2, 0.3], [2, 2], 0.5),
-        ([1.4], [1], 1.0),
-        ([0.0], [0], 0.0),
-    ],
-    ids=[
-        "one will do",
-        "too busy",
-        "both are needed",
-        "one fewer would hardly do",
-        "one fewer will do",
-        "one engine that keeps it busy",
-        "no device drafts",
-    ],
-)
-def test_a_pool_has_the_devices_that_its_load_keeps_busy_and_no_more_than_engines(
-    drafts: list[float], engines: list[int], wanted: float
-) -> None:
-    asked = SimpleNamespace(
-        target_num_replicas=len(drafts),
-        aggregated_metrics={
-            DRAFTS_METRIC: dict(enumerate(drafts)),
-            ENGINES_METRIC: dict(enumerate(engines)),
-        },
-    )
-    assert pool_policy(asked)[0] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 from ray.serve._private.build_app import build_app
 
-from specserve.checkpoint_files import require_shared_tokenizers
 from specserve.cluster.app import application
-from specserve.cluster.board.autoscaling import pool_policy
-from specserve.cluster.placement import pool_bundles
-from specserve.config.pool import shared_draft_config
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, TokenizerMismatch
+from specserve.features.draft_pools.autoscaling import pool_policy
 from specserve.features.draft_pools.deployment import LoadMeter, pool_draft_config
 from specserve.features.draft_pools.load import DraftLoad
+from specserve.features.draft_pools.sharers import (
+    engines_per_draft,
+    pool_bundles,
+    shared_draft_config,
+)
+from specserve.features.draft_pools.tokenizers import require_shared_tokenizers
+from specserve.tools.plan.devices import device_demands
 from tests.support import checkpoints
 
 POOL = {"draft.pool.name": "shared", "replicas.min": 2, "replicas.max": 2}
@@ -58,7 +62,7 @@ def pooled(**keys: object) -> Config:
 
 def test_a_device_has_room_for_all_engines_that_it_drafts_for() -> None:
     config = pooled(**{"replicas.max": 5, "draft.pool.devices": 2, "cache.pages": 100})
-    assert config.engines_per_draft == 3
+    assert engines_per_draft(config) == 3
     own = pool_draft_config(config, has_gpu=False)
     assert (own.cache.pages, own.limits.max_running) == (300, 3 * config.limits.max_running)
     assert own.draft.device == "cpu"
@@ -105,7 +109,7 @@ def two_models(first: dict[str, Any], second: dict[str, Any], **keys: object) ->
 def test_two_models_that_name_one_pool_share_its_devices() -> None:
     limits = {"max_running": 4, "max_batch_tokens": 100}
     config = two_models({"replicas": {"max": 2}, "limits": limits}, {"replicas": {"max": 3}})
-    assert [part.engines_per_draft for part in config.models] == [5, 5]
+    assert [engines_per_draft(part) for part in config.models] == [5, 5]
     (bundle,) = pool_bundles(config, has_gpus=False)
     assert bundle.name == "draft pool shared"
     shared = shared_draft_config(config.models)
@@ -124,7 +128,7 @@ def test_two_models_that_name_one_pool_share_its_devices() -> None:
 def test_two_models_may_have_a_pool_each() -> None:
     own = {"draft": {"path": "org/other", "device": "cpu", "pool": {"name": "own"}}}
     config = two_models({}, own)
-    assert [part.engines_per_draft for part in config.models] == [1, 1]
+    assert [engines_per_draft(part) for part in config.models] == [1, 1]
     built = built_deployments(config)
     assert built["Engine-b"].init_kwargs["pool"].deployment_name == "DraftPool-own"
 
@@ -196,3 +200,13 @@ def test_targets_of_a_pool_with_different_tokenizers_are_refused(tmp_path: Path)
         pytest.raises(TokenizerMismatch, match=r"give each model a draft\.pool\.name of its own"),
     ):
         require_shared_tokenizers(other)
+
+
+def test_the_devices_of_a_plan_include_those_of_a_pool_once() -> None:
+    keys = {"replicas.min": 2, "replicas.max": 4, "draft.threads": 3, "draft.device": "cpu"}
+    pool_keys = {"name": "shared", "devices": 2, "max_devices": 3}
+    config = config_from_keys({**keys, "draft": {"pool": pool_keys}})
+    engines, pool, _ = device_demands(config, has_gpus=False)
+    assert (engines.cpus, engines.max_replicas) == (2.0, 4), "coordinator and rank"
+    assert (pool.name, pool.cpus) == ("draft pool shared", 3.0)
+    assert (pool.min_replicas, pool.max_replicas) == (2, 3)

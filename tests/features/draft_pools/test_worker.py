@@ -148,7 +148,7 @@ class PooledEngine:
 
     async def connect(self, pool: Any) -> None:
         async def start() -> Any:
-            return await join_pool("draft", pool.join, self._target.info)
+            return await join_pool(pool.join, "draft", self._target.info)
 
         self.supervisor = WorkerSupervisor(
             "draft", await start(), self.drafter, start, max_restarts=None
