@@ -39,14 +39,14 @@ class Fault:
 
 
 def parse_roles(roles: str) -> tuple[str, ...]:
-    """Return the roles in the value of --chaos, which separates them by commas.
+    """Return the roles in the value of --roles, which separates them by commas.
 
     Raises BadValue for an unknown one.
     """
     names = tuple(name.strip() for name in roles.split(","))
     for name in names:
         if name not in TITLES:
-            raise BadValue(f"--chaos knows {', '.join(TITLES)}, not {name!r}", param="chaos")
+            raise BadValue(f"--roles knows {', '.join(TITLES)}, not {name!r}", param="roles")
     return names
 
 

@@ -1,1 +1,1 @@
-"""Tables and figures of arXiv 2211.17192 and 2312.11462 beside ours: `specserve reproduce`."""
+"""Tables and figures of arXiv 2211.17192 and 2312.11462 beside ours: `python -m lab.papers`."""

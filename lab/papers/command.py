@@ -1,4 +1,4 @@
-"""Write the requested sections as one page with pictures: `specserve reproduce`.
+"""Write the requested sections as one page with pictures: `python -m lab.papers`.
 
 Neither parses the command line nor prints.
 """
@@ -25,12 +25,12 @@ from specserve.progress import ReportProgress, no_progress
 from specserve.tools.plan.curves import check_drawable
 
 TITLE = "# The papers' tables and figures, ours beside theirs"
-ABOUT = """`specserve reproduce --out docs/measurements` writes this page. The formulas are those of
-`specserve/theory.py`, from [2211.17192](https://arxiv.org/abs/2211.17192) and
-[2312.11462](https://arxiv.org/abs/2312.11462). What takes models is measured with the demo family:
-a target of 6.6M parameters and two drafts distilled from it, on Python's standard library. These
-are other models, another task and another machine than the papers': what is to be compared is the
-shape."""
+ABOUT = """`python -m lab.papers --out docs/measurements` writes this page. The formulas are
+those of `specserve/theory.py`, from [2211.17192](https://arxiv.org/abs/2211.17192) and
+[2312.11462](https://arxiv.org/abs/2312.11462). What takes models is measured with the demo
+family: a target of 6.6M parameters and two drafts distilled from it, on Python's standard
+library. These are other models, another task and another machine than the papers': what is to be
+compared is the shape."""
 
 
 class ReproduceContext:

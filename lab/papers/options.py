@@ -1,11 +1,11 @@
-"""Options of `specserve reproduce`."""
+"""Options of `python -m lab.papers`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from specserve.cli.arguments import parse_count
 from specserve.tools.plan.options import positive
 
 TABLES = {
@@ -17,8 +17,8 @@ TABLES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, count: Callable[[str], int]) -> None:
-    """Add the options; `count` parses numbers such as 200M."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     names = "; ".join(f"{name}: {about}" for name, about in TABLES.items())
     parser.add_argument(
         "tables", nargs="*", type=_table, metavar="TABLE", help=f"all of them by default. {names}"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, count: Callable[[str], int
     )
     parser.add_argument(
         "--params",
-        type=count,
+        type=parse_count,
         default=200_000_000,
         metavar="N",
         help="parameters of the widened target, for speed and cascades",

@@ -1,4 +1,4 @@
-"""The output of `specserve simulate`: every case as JSON, and tables of the best gammas."""
+"""The output of `python -m lab.simulate`: every case as JSON, and tables of the best gammas."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from lab.papers.options import add_arguments as add_reproduce
 from specserve import __version__
 from specserve.cli.completion import SHELLS
 from specserve.cli.examples import epilog, overview
@@ -127,16 +126,11 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
             "check this machine, the config and the models, and say what to do",
         ),
         "bench": (partial(add_bench, gamma=_gamma), "load a running server and measure it"),
-        "simulate": (_add_simulate, "ask how many replicas and devices a load needs"),
         "tables": (
             count_ngrams.add_arguments,
             "count tables for draft.kind unigram, bigram and max_gram",
         ),
         "plan": (add_plan, "ask theory and memory before anything runs"),
-        "reproduce": (
-            partial(add_reproduce, count=parse_count),
-            "the papers' tables, ours beside theirs",
-        ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "eagle": (_add_eagle, "train an EAGLE-3 head for a target, for draft.kind eagle"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
@@ -285,15 +279,6 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         default=512,
         metavar="N",
         help="tokens of it (default: %(default)s)",
-    )
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="YAML, such as deploy/simulate-70b.yaml"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every case that was simulated, in full"
     )
 
 

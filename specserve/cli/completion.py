@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from lab.papers.options import TABLES
 from specserve.config.fields import all_keys
 from specserve.config.tree import DRAFT_KINDS, Config
 from specserve.types import VERIFIERS
@@ -45,12 +44,11 @@ _specserve_files() {
 # Values by metavar, since argparse knows no more of a value than how --help calls it.
 _COMPLETERS = {
     "FILE": _COMPLETE_FILES,
-    "CONFIG": _COMPLETE_FILES,
     "DIR": "directory",
     "M": "directory",
     "a.b=c": _COMPLETE_KEYS,
 }
-_CHOICES = {"D": DRAFT_KINDS, "V": VERIFIERS, "TABLE": tuple(TABLES), "ADDRESS": ("auto",)}
+_CHOICES = {"D": DRAFT_KINDS, "V": VERIFIERS, "ADDRESS": ("auto",)}
 
 # shtab collects a completer's words in a subshell, where `compopt` has no effect: a key of the
 # config would be followed by a space.
@@ -76,8 +74,6 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
         if shell == "zsh" and action.option_strings and action.nargs in ("+", "*"):
             action.metavar = f"*-*:{metavar}"  # all words up to the next option
     text = str(shtab.complete(parser, shell))
-    if shell == "zsh":
-        text = text.replace('"(*)::', '"*:')  # any number of words, not only the first
     return text + (_BASH_WITHOUT_SPACE if shell == "bash" else "\n")
 
 

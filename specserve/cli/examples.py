@@ -25,11 +25,6 @@ specserve doctor --config my.yaml --set http.port=9000 --json
 specserve bench --url http://127.0.0.1:8000
 specserve bench --url http://127.0.0.1:8000 --concurrency 16 --html report.html
 specserve bench --url http://127.0.0.1:8000 --rate 2.5 --requests 200 --gamma 0 --json plain.json
-specserve bench --url http://127.0.0.1:8000 --chaos draft,target --kills 5
-""",
-    "simulate": """
-specserve simulate deploy/simulate-70b.yaml
-specserve simulate deploy/simulate-70b.yaml --json cases.json
 """,
     "tables": """
 specserve tables --tokenizer meta-llama/Llama-3.1-8B --text corpus.txt --out tables.safetensors
@@ -43,11 +38,6 @@ specserve plan --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B 
 specserve plan --target meta-llama/Llama-3.3-70B-Instruct \
 --draft meta-llama/Llama-3.2-1B-Instruct --gpus 4xH100 1xL4
 specserve plan --stages 0.8:0.05 0.6,0.7:0.01
-""",
-    "reproduce": """
-specserve reproduce table-1 figures
-specserve reproduce alphas --text-tokens 4096
-specserve reproduce --out docs/measurements
 """,
     "heads": """
 specserve heads --target meta-llama/Llama-3.1-8B --text corpus.txt --out heads

@@ -19,6 +19,7 @@ from rich.console import Console
 from specserve.cli.arguments import (
     KEY_LIMITS,
     BadUsage,
+    Parser,
     build_parser,
     config_from_options,
     draft_notice,
@@ -50,20 +51,30 @@ def entry() -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code. Errors become one line on stderr."""
+    """Run a command and return its exit code."""
+    return run_command(
+        build_parser(), lambda options: COMMANDS[options.command](options), arguments
+    )
+
+
+def run_command(parser: Parser, command: Command, arguments: Sequence[str] | None = None) -> int:
+    """Parse arguments, by default this process's, run a command and return its exit code.
+
+    Errors become one line on stderr, which begins with the name of the program.
+    """
     try:
-        options = build_parser().parse_args(arguments)
-        return COMMANDS[options.command](options) or 0
+        return command(parser.parse_args(arguments)) or 0
     except SystemExit as done:  # --help and --version
         return 0 if done.code is None else int(done.code)
     except (BadUsage, ConfigError, BadRequest, ModelError) as error:
-        return _print_error(error, code=2)
+        return _print_error(parser.prog, error, code=2)
     except SpecserveError as error:
-        return _print_error(error, code=1)
+        return _print_error(parser.prog, error, code=1)
     except OSError as error:  # a file or a connection that no command expects to fail
-        return _print_error(f"{error.filename or 'the system'}: {error.strerror or error}", code=1)
+        text = f"{error.filename or 'the system'}: {error.strerror or error}"
+        return _print_error(parser.prog, text, code=1)
     except KeyboardInterrupt:
-        return _print_error("interrupted", code=1)
+        return _print_error(parser.prog, "interrupted", code=1)
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -211,26 +222,6 @@ def plan(options: argparse.Namespace) -> None:
     print(report.text())
 
 
-def reproduce(options: argparse.Namespace) -> None:
-    """Reproduce the tables and figures of the papers beside the originals."""
-    from lab.papers.command import reproduce as make_page
-
-    with ProgressBar(sys.stderr) as bar:
-        page = make_page(options, bar)
-    print(page)
-
-
-def simulate(options: argparse.Namespace) -> None:
-    """Simulate the engine on other devices, loads and numbers of replicas."""
-    from lab.simulate.report import run_study
-
-    with ProgressBar(sys.stderr) as bar:
-        report = run_study(options.config, report_progress=bar)
-    print(report.text())
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
-
-
 def keys(options: argparse.Namespace) -> None:
     """Create, list or check API keys."""
     from specserve.tools.api_keys import check_keys, create_key, list_keys
@@ -263,10 +254,8 @@ COMMANDS: Mapping[str, Command] = {
     "generate": generate,
     "doctor": doctor,
     "bench": bench,
-    "simulate": simulate,
     "tables": tables,
     "plan": plan,
-    "reproduce": reproduce,
     "heads": heads,
     "eagle": eagle,
     "inflate": inflate,
@@ -339,6 +328,6 @@ def _note(line: str | None) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _print_error(error: object, *, code: int) -> int:
-    print(f"specserve: {' '.join(str(error).split())}", file=sys.stderr)
+def _print_error(program: str, error: object, *, code: int) -> int:
+    print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     return code

@@ -1,1 +1,1 @@
-"""Commands beside serving: load, plan, simulate, reproduce, diagnose, train and widen."""
+"""Commands beside serving: load, plan, diagnose, train and widen."""

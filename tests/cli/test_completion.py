@@ -59,7 +59,6 @@ def test_the_script_registers_the_completion() -> None:
         (["serve", "--set", "speculation.max_gamma", "="], []),
         (["serve", "--set", "speculation.max_gamma", "=", "3"], []),
         (["plan", "--dtype", "b"], ["bfloat16"]),
-        (["reproduce", "ta"], ["table-1"]),
         (["completion", "z"], ["zsh"]),
         (["keys", "c"], ["create", "check"]),
         (["bench", "--url", ""], []),
@@ -74,7 +73,6 @@ def test_bash_offers_files_and_directories_where_they_are_asked_for(tmp_path: Pa
     (tmp_path / "my.yaml").write_text("")
     assert completed("serve", "--config", "my", cwd=tmp_path) == ["my model", "my.yaml"]
     assert completed("serve", "--target", "my", cwd=tmp_path) == ["my model"]
-    assert completed("simulate", "my", cwd=tmp_path) == ["my model", "my.yaml"]
     assert completed("tables", "--text", "my.yaml", "my", cwd=tmp_path) == [
         "my model",
         "my.yaml",

@@ -175,11 +175,7 @@ GENERATE = ["generate", "--prompt", "a"]
             ["quantize", "--model", "{model}", "--to", "int3", "--out", "{folder}/small"],
             ("--to", "'int3'", "int4"),
         ),
-        (
-            ["reproduce", "--out", "{folder}/nowhere"],
-            ("--out", "nowhere is no directory", "make it first"),
-        ),
-        (["reproduce", "table-9"], ("TABLE", "'table-9'", "table-1")),
+        (["simulate", "study.yaml"], ("COMMAND", "'simulate'", "choose from")),
         (["completion", "csh"], ("shell", "'csh'", "choose from")),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -36,10 +35,3 @@ def test_help_says_what_the_command_does_and_shows_its_examples(
     shown = capsys.readouterr().out
     assert f"usage: specserve {command}" in shown
     assert all(f"  {line}\n" in shown for line in EXAMPLES[command].strip().splitlines())
-
-
-def test_files_of_the_repository_that_examples_name_exist() -> None:
-    root = Path(__file__).parents[2]
-    named = {word for _, line in LINES for word in shlex.split(line) if word.startswith("deploy/")}
-    assert named
-    assert all((root / name).is_file() for name in named)

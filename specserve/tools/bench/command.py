@@ -52,11 +52,6 @@ def bench(
     Raises SpecserveError if a request failed and KeyboardInterrupt if the load was interrupted,
     after the report.
     """
-    if options.chaos is not None:
-        from lab.chaos.command import chaos
-
-        chaos(options, say)
-        return
     address = ServerAddress.from_url(options.url, read_key(options.api_key_file))
     template = _request_template(options)
     with ProgressBar(progress, keeps=True) as bar:

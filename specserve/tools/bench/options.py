@@ -35,8 +35,6 @@ class BenchOptions:
     api_key_file: Path | None = None
     json: Path | None = None
     html: Path | None = None
-    chaos: str | None = None  # roles whose processes get faults
-    kills: int = 20
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.rate is not None:
@@ -49,7 +47,6 @@ class BenchOptions:
             ("max_tokens", 1),
             ("warm_up", 0),
             ("gamma", 0),
-            ("kills", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -183,19 +180,6 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
     add("--api-key-file", type=Path, metavar="FILE", help="the key is its first line")
     add("--json", type=Path, metavar="FILE", help="write all figures, and those of each request")
     add("--html", type=Path, metavar="FILE", help="write a page with plots")
-    add(
-        "--chaos",
-        metavar="ROLES",
-        help="instead: kill or stop processes of a server on this machine"
-        " (draft, target, coordinator, controller)",
-    )
-    add(
-        "--kills",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of faults for --chaos; 20 by default",
-    )
 
 
 def read_key(file: Path | None) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lab.chaos.__main__ import main
 from lab.chaos.check import ChaosRequest, CheckCounts, check_text, pauses_at
 from lab.chaos.faults import KILLED, Fault
 from lab.chaos.report import ChaosOutcome, lines, table_row
@@ -136,3 +137,29 @@ def test_the_next_fault_waits_until_every_stream_under_way_has_gone_on() -> None
         await asyncio.wait_for(waiting, 10)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--roles", "drafts"], "--roles knows"),
+        (["--roles", "draft", "--kills", "0"], "--kills must be 1 or more, not 0"),
+        ([], "required: --roles"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--url", "http://127.0.0.1:1", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("python -m lab.chaos: ")
+    assert shown.count("\n") == 1
+    assert complaint in shown
+
+
+def test_a_role_without_a_process_here_fails_without_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lab.chaos.command.find_pids", lambda role: [])
+    assert main(["--url", "http://127.0.0.1:1", "--roles", "draft"]) == 1
+    assert "no process of the role draft runs on this machine" in capsys.readouterr().err

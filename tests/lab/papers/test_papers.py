@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from lab.papers import formulas
+from lab.papers.__main__ import main
 from lab.papers.contest import DraftCounts, _count_round
 from lab.papers.options import TABLES
 from lab.papers.published import TABLE_1, TABLE_2, TRADE_OFFS
 from specserve import theory
-from specserve.cli.main import main
 
 TINY = [
     "--params",
@@ -72,14 +72,14 @@ def test_what_lies_behind_a_rejection_is_not_counted() -> None:
 
 
 def test_a_formula_table_is_printed_without_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "table-1"]) == 0
+    assert main(["table-1"]) == 0
     assert "base x 5 + small x 8" in capsys.readouterr().out
 
 
 def test_the_whole_page_is_written_with_its_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["reproduce", "--out", str(tmp_path), *TINY]) == 0
+    assert main(["--out", str(tmp_path), *TINY]) == 0
     page = (tmp_path / "reproduction.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
     assert page.count("\n## ") == len(TABLES)
@@ -110,5 +110,5 @@ def test_the_whole_page_is_written_with_its_plots(
 def test_bad_input_is_one_clear_line_and_exit_code_2(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["reproduce", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert complaint in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.simulate.__main__ import main
 from lab.simulate.fit import MeasuredPass, fit_pass_time, pass_time_from_trace
 from lab.simulate.load import LengthsConfig, LoadConfig, arrivals
 from lab.simulate.pass_times import LinearPassTime, RooflinePassTime
@@ -18,7 +19,6 @@ from lab.simulate.run import simulate
 from lab.simulate.scenario import Mode
 from lab.simulate.search import keeps_limits
 from lab.simulate.study import cases, load_study, scenario, with_replicas
-from specserve.cli.main import main
 from specserve.errors import ConfigError
 
 SMALL = """
@@ -92,7 +92,7 @@ def write(tmp_path: Path) -> WriteFile:
 def test_a_bad_file_is_one_clear_line_and_exit_code_2(
     text: str, complaint: str, write: WriteFile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", str(write(text))]) == 2
+    assert main([str(write(text))]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert complaint in captured.err
@@ -100,7 +100,7 @@ def test_a_bad_file_is_one_clear_line_and_exit_code_2(
 
 
 def test_a_missing_file_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "/nowhere.yaml"]) == 2
+    assert main(["/nowhere.yaml"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -111,7 +111,7 @@ def test_the_command_prints_the_best_gammas_and_writes_every_case(
         SMALL
         + "sweep: {concurrency: [1, 3], modes: [plain, lockstep, anticipated], gamma: [2, auto]}"
     )
-    assert main(["simulate", str(file), "--json", str(tmp_path / "all.json")]) == 0
+    assert main([str(file), "--json", str(tmp_path / "all.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 2 * 3
     assert [cell.strip() for cell in lines[2].split("|")][1:7] == [
