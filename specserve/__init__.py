@@ -32,7 +32,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import `LLM`, `AsyncLLM`, `Output` and `open_ray_llm` when they are first used.
 
-    They import torch, which takes seconds; the config and the types alone do not need it.
+    They import the engine, and `open_ray_llm` torch and Ray, which take seconds; the config and the
+    types alone do not need it. An LLM imports torch when it is opened.
     """
     if name in ("LLM", "Output"):
         from specserve.llm import llm

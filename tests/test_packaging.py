@@ -135,6 +135,13 @@ def test_the_demo_pair_runs_from_the_wheel_in_an_empty_folder(built: Built, tmp_
     assert not list(folder.iterdir())
 
 
+def test_an_editable_install_is_imported_from_the_folder_above_its_clone(tmp_path: Path) -> None:
+    bin = wheel.environment(tmp_path / "fresh", wheel.build_editable(tmp_path), borrow=True)
+    program = "from specserve import LLM; import specserve; print(specserve.__file__)"
+    found = wheel.run([str(bin / "python"), "-c", program], cwd=tmp_path)
+    assert Path(found.strip()) == tmp_path / "specserve" / "specserve" / "__init__.py"
+
+
 def test_the_image_copies_only_files_that_exist_and_are_not_ignored() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()[:-1]]

@@ -279,6 +279,7 @@ def _generate(
     if trace is not None:
         _require_writable(trace)  # before minutes are spent on a trace that cannot be saved
     with quick_start(config):
+        import specserve.llm.inprocess  # noqa: F401  # what LLM imports when it opens
         from specserve.engine.trace import TraceJournal  # late, like torch
         from specserve.llm.llm import LLM
         from specserve.metrics import Registry

@@ -12,16 +12,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from reprlib import repr as shortened
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from specserve.api.continuation import OutputDelta
-from specserve.checkpoint_files import Checkpoints
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine.trace import TraceJournal
 from specserve.errors import BadValue
-from specserve.llm.inprocess import EngineParts, open_parts
 from specserve.llm.local_engine import LocalEngine, Output, PendingOutput, is_id, items_of
 from specserve.progress import ProgressBar, ReportProgress, no_progress
 from specserve.sampling_params import Sampling
+
+if TYPE_CHECKING:
+    from specserve.checkpoint_files import Checkpoints
+    from specserve.llm.inprocess import EngineParts
 
 __all__ = ["LLM", "Output", "Prompt"]
 
@@ -48,7 +51,7 @@ class LLM:
         config = config_from_keys(
             overrides, {key: os.fspath(path) for key, path in paths.items() if path is not None}
         )
-        self.engine = LocalEngine(open_parts(config), config)
+        self.engine = self.from_config(config).engine
 
     @classmethod
     def from_config(
@@ -63,6 +66,9 @@ class LLM:
         The journal, if there is one, records all rounds and exchanges; `report_progress` is called
         while the models are loaded, and `require` with their files before.
         """
+        # Late: it imports torch and transformers, several seconds that importing LLM does not need.
+        from specserve.llm.inprocess import open_parts
+
         report = None if journal is None else journal.record_exchange
         return cls.from_parts(open_parts(config, report, report_progress, require), config, journal)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from reprlib import repr as shortened
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specserve.api.adapter_registry import AdapterRegistry
 from specserve.api.bad_words import bad_word_ids, forbid_words
@@ -27,9 +27,11 @@ from specserve.errors import (
     SpecserveError,
     WorkerLost,
 )
-from specserve.llm.inprocess import EngineParts
 from specserve.sampling_params import Sampling
 from specserve.types import Chunk, FinishReason, Logprobs, Request, Stats
+
+if TYPE_CHECKING:
+    from specserve.llm.inprocess import EngineParts  # which imports torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import specserve
 from specserve import LLM, Sampling
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import config_from_keys
@@ -390,3 +394,16 @@ def test_the_same_call_works_inside_a_running_event_loop() -> None:
         return llm.generate("a")[0].text
 
     assert asyncio.run(notebook()) == "ok"
+
+
+def test_importing_llm_does_not_wait_for_torch_transformers_or_ray() -> None:
+    program = """
+import sys
+from specserve import LLM, AsyncLLM, Output, Sampling
+print(*{"torch", "transformers", "ray"} & sys.modules.keys())
+"""
+    root = Path(specserve.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert done.stdout.split() == []

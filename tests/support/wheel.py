@@ -58,6 +58,13 @@ def build_tree(tree: Path, into: Path) -> Built:
     return Built(sdist, _build("build_wheel", source, into))
 
 
+def build_editable(into: Path) -> Path:
+    """Build what `pip install -e` installs, from a copy of the tree at `into / "specserve"`."""
+    clone = into / "specserve"
+    shutil.copytree(ROOT, clone, ignore=LEFT_OUT)
+    return _build("build_editable", clone, into)
+
+
 def _build(target: str, source: Path, into: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", BUILD, target, str(into)],
