@@ -162,8 +162,7 @@ def open_model(
     opening = _Opening.from_options(
         directory, options, shard=shard, skip=skip, returns_hidden=returns_hidden, taps=taps
     )
-    device = opening.device
-    if device.type == "cpu":
+    if opening.device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
 
@@ -171,36 +170,37 @@ def open_model(
     opening.require_room(is_shared=packed is not None)
     loaded = opening.load(packed)
     spec, context = loaded.spec, opening.context(loaded.spec)
-    scales = opening.page_scales(loaded)
-
     # A GPU's pages are counted once the largest pass has shown what it needs itself.
     largest = opening.largest_pass(spec)
     num_pages = opening.num_pages(spec) if largest is None else largest.num_pages(options.page_size)
-    cache = opening.make_cache(spec, num_pages, scales)
+    cache = opening.make_cache(spec, num_pages, opening.page_scales(loaded))
     with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
         attention = opening.open_attention(loaded)
         network = opening.build(loaded, cache, attention)
     if packed is not None:
         packed.check_finished()
     if spec.is_encoder_decoder:
-        runner = part("encoder_decoder.runner:EncoderDecoderRunner")(network, cache, device=device)
+        runner = part("encoder_decoder.runner:EncoderDecoderRunner")(network, cache)
         return Model(runner, spec, context)
 
     adapters = opening.open_adapters(loaded, network)
-
-    def plain_runner(network: CapturableNetwork) -> Runner:
-        return Runner(
-            network, cache, device=device, adapters=adapters, sharded_head=network.sharded_head
-        )
-
     if largest is not None:
-        taken = largest_pass_bytes(plain_runner(network), largest)
+        taken = largest_pass_bytes(plain_runner(network, cache, adapters), largest)
         cache.resize(1)
         torch.cuda.empty_cache()
         cache.resize(opening.num_pages(spec, reserved=taken))
-    if device.type == "cuda" and adapters is None:  # their products differ by pass
+    if opening.device.type == "cuda" and adapters is None:  # their products differ by pass
         return with_graphs(network, attention, cache, spec, context=context, shard=shard, taps=taps)
-    return Model(plain_runner(network), spec, context, network, adapters)
+    return Model(plain_runner(network, cache, adapters), spec, context, network, adapters)
+
+
+def plain_runner(
+    network: CapturableNetwork, cache: PagedCache, adapters: Adapters | None = None
+) -> Runner:
+    """Return a runner whose passes are not captured."""
+    return Runner(
+        network, cache, device=cache.device, adapters=adapters, sharded_head=network.sharded_head
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +448,7 @@ def with_graphs(
         runner = Runner(by_rows, cache, device=device, sharded_head=head)
         return Model(runner, spec, context, by_rows)
     if shard is not None or network.run_rows is not None:  # passes in groups, on one rank alone
-        runner = Runner(network, cache, device=device, sharded_head=network.sharded_head)
-        return Model(runner, spec, context, network)
+        return Model(plain_runner(network, cache), spec, context, network)
     graphed = GraphedNetwork(network, device, taps)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)

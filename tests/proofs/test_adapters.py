@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specserve.features.adapters.store import AdapterStore
 from specserve.types import VERIFIERS, Adapter, Request, Speculation, Warp
 from tests.support import checkpoints
 from tests.support.adapters import MEBIBYTE, merge, write_adapter
@@ -99,7 +100,7 @@ def test_texts_of_a_mixed_batch_are_those_of_the_merged_targets(adapted: Adapted
         run = engine.run(requests(adapted), gamma=gamma)
         assert run.texts == expected(adapted)
     assert run.drafted > run.accepted > 0
-    assert engine.target.adapters is not None
+    assert isinstance(engine.target.adapters, AdapterStore)
     assert engine.target.adapters.num_loads == 2
 
 
@@ -117,12 +118,12 @@ def test_adapters_that_do_not_fit_together_run_in_passes_of_their_own(
     """One of the two fits in memory, so that every round loads one and evicts the other."""
     whole = Engine(llama.target, adapter_bytes=MEBIBYTE)
     whole.run(requests(llama)[:3])
-    assert whole.target.adapters is not None
+    assert isinstance(whole.target.adapters, AdapterStore)
     most = max(loaded.num_bytes for loaded in whole.target.adapters._loaded.values())
     engine = Engine(llama.target, llama.draft, adapter_bytes=most)
     run = engine.run(requests(llama), gamma=3, max_batch_tokens=64)
     assert run.texts == expected(llama)
-    assert engine.target.adapters is not None
+    assert isinstance(engine.target.adapters, AdapterStore)
     assert engine.target.adapters.num_loads > 10
     assert "the target failed" not in caplog.text  # after which it would isolate sequences
     assert engine.target.adapters.num_bytes <= most

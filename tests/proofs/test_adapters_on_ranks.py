@@ -79,7 +79,7 @@ def run_case(adapted: Adapted, lost: Adapter, case: RankCase, rank: int) -> Any:
     asked: list[Request] = [*requests(adapted), replace(first, adapter=lost)]
     run = engine.run(asked, gamma=3, max_batch_tokens=64)
     rank_0.end()
-    assert adapters is not None
+    assert isinstance(adapters, store.AdapterStore)
     return run.texts[:-1], run.answers[-1].error, adapters.num_loads
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from specserve.features.encoder_decoder.encoder_cache import EncoderCache
 from specserve.features.encoder_decoder.t5 import T5Network
 from specserve.models.cache import Fork, PagedCache
@@ -21,8 +19,8 @@ class EncoderDecoderRunner(Runner):
     It is encoded before the first pass over a sequence, and follows the sequence from then on.
     """
 
-    def __init__(self, network: T5Network, cache: PagedCache, *, device: torch.device) -> None:
-        super().__init__(network, cache, device=device, sharded_head=network.sharded_head)
+    def __init__(self, network: T5Network, cache: PagedCache) -> None:
+        super().__init__(network, cache, device=cache.device, sharded_head=network.sharded_head)
         self.encoder_cache = EncoderCache(network, cache, self.planner.geometry)
 
     def write(
