@@ -5,20 +5,17 @@ Reads no weights.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part, require
-from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
+from specserve.config.tree import Config, DraftConfig
+from specserve.drafters.neural.draft_runner import Translate
 from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
-from specserve.features.eagle.checkpoint import require_eagle_for
-from specserve.features.eagle.heads import require_heads_for
-from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary, make_translation
-from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import (
     check_can_round,
@@ -27,10 +24,14 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.model import require_context
-from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
 
-log = logging.getLogger(__name__)
+FILE_CHECKS: Mapping[str, str] = {
+    "eagle": "eagle.opening:require_eagle_files",
+    "heads": "eagle.opening:require_heads_files",
+    "layer_skip": "layer_skip.opening:require_files",
+}
+"""Parts that raise unless the target fits a drafter made for decoder-only ones, by its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,9 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
     context = require_context(target, config.limits)
-    if config.draft.kind == "eagle":
-        _require_head_of_target(target, config.draft)
-    elif config.draft.kind in SELF_SPECULATIVE_KINDS:
-        _require_parts_of_target(target, config.draft)
+    if config.draft.kind in FILE_CHECKS:
+        _require_decoder_only(target, config.draft)
+        part(FILE_CHECKS[config.draft.kind])(target, tokenizer, config.draft)
     else:
         for drafter in config.draft.drafter_configs:
             _require_known_tokens(target, tokenizer, drafter, is_stage=bool(config.draft.stages))
@@ -84,8 +84,8 @@ def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
         )
 
 
-def draft_translation(config: Config) -> TokenTranslation | None:
-    """Return how to translate for a draft model of another tokenizer, and log what is shared.
+def draft_translation(config: Config) -> Translate | None:
+    """Return how to translate for a draft model of another tokenizer.
 
     None: the draft is no model of its own, or has the target's tokenizer. Tokenizers that differ
     only in ids that one of them lacks, such as added tokens, are not translated.
@@ -101,14 +101,8 @@ def draft_translation(config: Config) -> TokenTranslation | None:
     target, own = Tokenizer.load(target_files), Tokenizer.load(draft_files)
     if not target.has_other_meanings(own):
         return None
-    shared = SharedVocabulary.from_tokenizers(target, own)
-    log.warning(
-        "The draft %s has another tokenizer: %s. It drafts from the shared ones "
-        "(token-level intersection).",
-        draft.path,
-        shared,
-    )
-    return make_translation(shared, target, own)
+    translate: Translate = part("other_tokenizer.opening:make_translate")(target, own, draft.path)
+    return translate
 
 
 def _require_known_tokens(
@@ -126,19 +120,7 @@ def _require_known_tokens(
         if draft.kind != "neural" or is_stage:
             tokenizer.require_same_vocabulary(own)
         elif tokenizer.has_other_meanings(own):
-            _require_translatable(target, tokenizer, own, draft)
-
-
-def _require_translatable(
-    target: Path, tokenizer: Tokenizer, own: Tokenizer, draft: DraftConfig
-) -> None:
-    """Raise unless a draft of another tokenizer shares enough tokens, and both are decoders."""
-    if is_encoder_decoder(read_config(target)):
-        raise TokenizerMismatch(
-            f"draft.path {draft.path} has another tokenizer than the target {target}, and that of "
-            "an encoder-decoder is not translated; choose a draft with the target's tokenizer"
-        )
-    SharedVocabulary.from_tokenizers(tokenizer, own).require_overlap(f"draft.path {draft.path}")
+            part("other_tokenizer.opening:require_translatable")(target, tokenizer, own, draft.path)
 
 
 def _require_counted_with(tokenizer: Tokenizer, tables: Path) -> None:
@@ -152,14 +134,6 @@ def _require_counted_with(tokenizer: Tokenizer, tables: Path) -> None:
         )
 
 
-def _require_head_of_target(target: Path, draft: DraftConfig) -> None:
-    """Raise unless the target is what an EAGLE-3 head reads."""
-    _require_decoder_only(target, draft)
-    assert draft.path is not None, "the config has been checked"
-    head = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
-    require_eagle_for(target, head)
-
-
 def _require_decoder_only(target: Path, draft: DraftConfig) -> None:
     if is_encoder_decoder(read_config(target)):
         raise UnsupportedModel(
@@ -167,12 +141,3 @@ def _require_decoder_only(target: Path, draft: DraftConfig) -> None:
             f"and {target} is an encoder-decoder",
             param="draft.kind",
         )
-
-
-def _require_parts_of_target(target: Path, draft: DraftConfig) -> None:
-    """Raise unless the target has the layers, or the heads were fitted to it."""
-    _require_decoder_only(target, draft)
-    if draft.path is None:
-        skipped_layers(read_config(target).num_hidden_layers, draft.skip)
-    else:
-        require_heads_for(target, Path(draft.path))

@@ -14,7 +14,7 @@ HIDDEN_DTYPES = ("float32", "bfloat16", "float16")
 class HiddenStates:
     """Hidden states of consecutive positions of one sequence, as the bytes that a target computed.
 
-    An EAGLE-3 head in another process drafts from them. Missing ones cost acceptance alone.
+    A drafter in another process drafts from them. Missing ones cost acceptance alone.
     """
 
     seq_id: int

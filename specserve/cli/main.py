@@ -27,6 +27,7 @@ from specserve.cli.arguments import (
 from specserve.cli.completion import script
 from specserve.cli.prompt import check_length, check_text, summary
 from specserve.cli.start import quick_exit, quick_start
+from specserve.config.features import part
 from specserve.config.tree import Config
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.progress import ProgressBar
@@ -154,8 +155,7 @@ def tables(options: argparse.Namespace) -> None:
 
 def heads(options: argparse.Namespace) -> None:
     """Train draft heads for a target."""
-    from specserve.features.eagle.train_heads import fit  # late, as below
-
+    fit = part("eagle.train_heads:fit")
     out, sizes = (
         options.out,
         {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads},
@@ -167,8 +167,7 @@ def heads(options: argparse.Namespace) -> None:
 
 def eagle(options: argparse.Namespace) -> None:
     """Train an EAGLE-3 head for a target."""
-    from specserve.features.eagle.train import train  # late, as below
-
+    train = part("eagle.train:train")
     with ProgressBar(sys.stderr) as bar:
         summary = train(
             options.target,

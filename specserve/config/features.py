@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FEATURES: Mapping[str, str] = {
     "adapters": "low-rank adapters (LoRA) of the target",
-    "cascade": "several drafters, of which each reviews the next one's tokens",
+    "cascade": "cascades: several drafters, of which each reviews the next one's tokens",
     "draft_pools": "one draft for several engines",
     "eagle": "EAGLE-3 heads and draft heads",
     "encoder_decoder": "T5 and its kin",

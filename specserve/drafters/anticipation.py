@@ -6,7 +6,7 @@ An outcome is how many draft tokens are accepted and which token comes next. For
 outcomes the sequence is forked and drafted from, all branches in one pass a depth. The next step is
 itself the key: it matches one branch, which then replaces the sequence, or none. A prepared
 proposal is token for token the one that would be drafted later: anticipation changes only when it
-is drafted. That of an EAGLE-3 head is not: it has only its own states to go on from (eagle.py).
+is drafted. A head on the target's hidden states is no such drafter: it goes on from its own.
 """
 
 from __future__ import annotations

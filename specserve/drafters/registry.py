@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS
+from specserve.config.features import part
 from specserve.config.tree import Config, DraftConfig
+from specserve.drafters.after_verify import AfterVerify
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter, never
 from specserve.drafters.branches import Fanout
 from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
+from specserve.drafters.neural.draft_runner import DraftRunner, Translate
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
-from specserve.drafters.ngram.drafter import NgramDrafter
-from specserve.drafters.ngram.tables import TrainableTable
-from specserve.features.cascade.build import build_stages, stage_token_matrix
-from specserve.features.cascade.drafter import CascadeDrafter
-from specserve.features.cascade.stages import PassCounter, StageDrafter
-from specserve.features.eagle.drafter import EagleDrafter
-from specserve.features.eagle.heads_drafter import HeadsDrafter
-from specserve.features.layer_skip.drafter import LayerSkipDrafter
-from specserve.features.other_tokenizer.runner import TranslatedRunner
-from specserve.features.other_tokenizer.translation import TokenTranslation
+from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.hidden_states import HiddenStates
 from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.checkpoints.load import read_config
-from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.hidden_taps import unpack_hidden
+from specserve.models.hidden_taps import HiddenRows, unpack_hidden
 from specserve.models.model import Model, ModelOptions, open_model
-from specserve.models.runner import Runner
-from specserve.models.skip import skipped_layers
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, PreparedProposal, Proposal
-
-log = logging.getLogger(__name__)
-
-SELF_SPECULATIVE: Mapping[str, Callable[[Config, TargetModel], LayerSkipDrafter | HeadsDrafter]] = {
-    "layer_skip": LayerSkipDrafter.from_config,
-    "heads": HeadsDrafter.from_config,
-}
-"""Drafters that use the weights of a target in the same process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +37,8 @@ class DrafterParts:
 
     drafter: ForkableDrafter
     context: int
-    runners: Sequence[Runner | TranslatedRunner] = ()
+    runners: Sequence[DraftRunner] = ()
+    passes: Callable[[], tuple[int, ...]] | None = None
 
 
 class OpenDrafter:
@@ -67,11 +49,18 @@ class OpenDrafter:
         drafter: ForkableDrafter,
         *,
         context: int,
-        runners: Sequence[Runner | TranslatedRunner] = (),
+        runners: Sequence[DraftRunner] = (),
         fanout: Fanout | None,
         group_of: Callable[[int], int] = lambda seq_id: 0,
+        passes: Callable[[], tuple[int, ...]] | None = None,
+        receive_hidden: Callable[[Sequence[HiddenRows]], None] | None = None,
     ) -> None:
+        """Create it; `passes` counts those of each stage, if it has several.
+
+        `receive_hidden` keeps hidden states of the target, if the drafter reads them.
+        """
         self._drafter, self._runners, self.context = drafter, runners, context
+        self._passes, self._receive_hidden = passes, receive_hidden
         self._rounds = DraftingRounds(drafter, clock=time.perf_counter)
         self._anticipation = (
             None
@@ -95,13 +84,13 @@ class OpenDrafter:
 
     @property
     def passes(self) -> tuple[int, ...] | None:
-        """Number of passes of each stage of a cascade, the largest first; else None."""
-        return self._drafter.passes if isinstance(self._drafter, CascadeDrafter) else None
+        """Number of passes of each stage, the largest first; None if there is only one."""
+        return None if self._passes is None else self._passes()
 
     def receive_hidden(self, hidden: Sequence[HiddenStates]) -> None:
-        """Keep hidden states of the target, if this is a head that reads them."""
-        if isinstance(self._drafter, EagleDrafter):
-            self._drafter.receive_hidden(unpack_hidden(hidden))
+        """Keep hidden states of the target, if the drafter reads them."""
+        if self._receive_hidden is not None:
+            self._receive_hidden(unpack_hidden(hidden))
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
@@ -149,8 +138,18 @@ class TargetVocabulary:
     vocab_size: int
     grammar_compiler: GrammarCompiler | None = None
     """None: draft tokens follow no grammar and are rejected more often."""
-    translation: TokenTranslation | None = None
-    """To a draft model of another tokenizer; None: the draft has the target's."""
+    translation: Translate | None = None
+    """From a draft model of another tokenizer; None: the draft has the target's."""
+
+
+Opener = Callable[[DraftConfig, Config, TargetVocabulary], DrafterParts]
+
+
+class DrafterTogether(AfterVerify, Protocol):
+    """A drafter in the target's process, and how long its sequences may be."""
+
+    @property
+    def context(self) -> int: ...
 
 
 def open_drafter(
@@ -158,25 +157,27 @@ def open_drafter(
     *,
     target_vocab_size: int,
     grammar_compiler: GrammarCompiler | None = None,
-    translation: TokenTranslation | None = None,
+    translation: Translate | None = None,
     has_own_device: bool = False,
     group_of: Callable[[int], int] = lambda seq_id: 0,
 ) -> OpenDrafter:
-    """Return the drafter of the config, with a `translation` if it has another tokenizer.
+    """Return the drafter of the config, by a `translation` if it has another tokenizer.
 
     It can anticipate only if it has its device for itself, and keeps the groups of sequences apart
     then. Raises whatever is wrong with its files, or TooLittleMemory.
     """
-    fanout = _fanout(config) if has_own_device else None
-    parts = OPENERS[config.draft.kind](
-        config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler, translation)
-    )
+    fanout = fanout_from_config(config) if has_own_device else None
+    opener = OPENERS[config.draft.kind]
+    open_parts: Opener = part(opener) if isinstance(opener, str) else opener
+    vocabulary = TargetVocabulary(target_vocab_size, grammar_compiler, translation)
+    parts = open_parts(config.draft, config, vocabulary)
     return OpenDrafter(
         parts.drafter,
         context=parts.context,
         runners=parts.runners,
         fanout=fanout,
         group_of=group_of,
+        passes=parts.passes,
     )
 
 
@@ -185,20 +186,12 @@ def open_apart_drafter(
     target: ModelInfo,
     *,
     grammar_compiler: GrammarCompiler | None,
-    translation: TokenTranslation | None,
+    translation: Translate | None,
 ) -> OpenDrafter:
     """Return the drafter that has a device of its own. Raises as `open_drafter` does."""
-    if config.draft.kind == "eagle":
-        eagle = EagleDrafter.apart(config, target, grammar_compiler)
-        fanout = _fanout(config)
-        if fanout is not None and not eagle.can_anticipate:
-            log.info(
-                "the P-EAGLE head at %s drafts in one pass and does not anticipate; its proposals "
-                "are made when they are asked for",
-                config.draft.path,
-            )
-            fanout = None
-        return _open_eagle(eagle, fanout=fanout)
+    if config.draft.kind in APART:
+        drafter: OpenDrafter = part(APART[config.draft.kind])(config, target, grammar_compiler)
+        return drafter
     return open_drafter(
         config,
         target_vocab_size=target.vocab_size,
@@ -209,13 +202,12 @@ def open_apart_drafter(
 
 
 def open_local_drafter(
-    config: Config, target: TargetModel, translation: TokenTranslation | None = None
-) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter:
+    config: Config, target: TargetModel, translation: Translate | None = None
+) -> DrafterTogether:
     """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
-    if config.draft.kind in SELF_SPECULATIVE:
-        return SELF_SPECULATIVE[config.draft.kind](config, target)
-    if config.draft.kind == "eagle":
-        return _open_eagle(EagleDrafter.from_config(config, target), fanout=None)
+    if config.draft.kind in TOGETHER:
+        drafter: DrafterTogether = part(TOGETHER[config.draft.kind])(config, target)
+        return drafter
     return open_drafter(
         config,
         target_vocab_size=target.info.vocab_size,
@@ -224,41 +216,21 @@ def open_local_drafter(
     )
 
 
-def _fanout(config: Config) -> Fanout | None:
+def fanout_from_config(config: Config) -> Fanout | None:
+    """Return how many branches a drafter prepares; None: it does not anticipate."""
     anticipation = config.speculation.anticipation
     return Fanout(per_position=anticipation.fanout) if anticipation.enabled else None
 
 
 def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
-    assert draft.path is not None, "the config has been checked"
-    checkpoint = find_checkpoint(draft.path, revision=draft.revision)
-    model = open_model(checkpoint, ModelOptions.from_config(draft, config))
-    neural = _neural_drafter(model, draft, vocabulary)
-    return DrafterParts(neural, neural.context, (neural.runner,))
-
-
-def _open_eagle(eagle: EagleDrafter, *, fanout: Fanout | None) -> OpenDrafter:
-    return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout)
-
-
-def _open_layer_skip(
-    draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
-) -> DrafterParts:
-    """Open some of the target's own layers, on a device of their own."""
-    checkpoint = target_checkpoint(config)
-    model = open_model(
-        checkpoint,
-        ModelOptions.from_config(draft, config),
-        skip=skipped_layers(read_config(checkpoint).num_hidden_layers, draft.skip),
-    )
-    neural = _neural_drafter(model, draft, vocabulary)
+    neural = open_model_drafter(draft, config, vocabulary)
     return DrafterParts(neural, neural.context, (neural.runner,))
 
 
 def _open_ngram(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
     drafter = open_ngram_drafter(
         draft.kind,
-        path=_path(draft),
+        path=table_path(draft),
         learn=draft.learn,
         support=draft.support,
         vocab_size=vocabulary.vocab_size,
@@ -267,75 +239,41 @@ def _open_ngram(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
     return DrafterParts(drafter, drafter.context)
 
 
-def _open_cascade(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
-    """Open all stages and build their tree.
-
-    Tables learn from committed tokens only, so the cascade teaches them: a stage is prefilled with
-    draft tokens, too.
-    """
-    *larger, last = draft.drafter_configs
-    neural = [_open_model_drafter(part, config, vocabulary) for part in larger]
-    smallest: StageDrafter
-    learner: TrainableTable | None = None
-    if last.kind in NGRAM_KINDS:
-        parts = open_ngram_parts(
-            last.kind,
-            path=_path(last),
-            learn=last.learn,
-            support=last.support,
-            vocab_size=vocabulary.vocab_size,
-        )
-        smallest, learner = (
-            NgramDrafter(
-                copies=parts.copies,
-                table=parts.table,
-                grammar_compiler=vocabulary.grammar_compiler,
-            ),
-            parts.learner,
-        )
-    else:
-        smallest = _open_model_drafter(last, config, vocabulary)
-        neural.append(smallest)
-    counter = PassCounter(len(draft.stages))
-    k = stage_token_matrix(draft.kind, len(draft.stages), draft.k)
-    stages: list[StageDrafter] = [*neural[: len(larger)], smallest]
-    node = build_stages(draft.kind, stages, k=k, lenience=draft.lenience, counter=counter)
-    cascade = CascadeDrafter(stages, node, counter, learner=learner)
-    return DrafterParts(
-        cascade, min(stage.context for stage in neural), [stage.runner for stage in neural]
-    )
-
-
-OPENERS: Mapping[str, Callable[[DraftConfig, Config, TargetVocabulary], DrafterParts]] = {
+OPENERS: Mapping[str, Opener | str] = {
     "neural": _open_neural,
-    "layer_skip": _open_layer_skip,
     **dict.fromkeys(NGRAM_KINDS, _open_ngram),
-    **dict.fromkeys(CASCADE_KINDS, _open_cascade),
+    **dict.fromkeys(CASCADE_KINDS, "cascade.opening:open_cascade"),
+    "layer_skip": "layer_skip.opening:open_apart",
 }
+"""Functions that open a drafter for any target with a vocabulary, or parts that do."""
+APART: Mapping[str, str] = {
+    "eagle": "eagle.opening:open_eagle_apart",
+}
+"""Parts that open a drafter on a device of its own, and must know more of the target."""
+TOGETHER: Mapping[str, str] = {
+    "layer_skip": "layer_skip.opening:open_together",
+    "heads": "eagle.opening:open_heads",
+    "eagle": "eagle.opening:open_eagle_together",
+}
+"""Parts that open a drafter which uses what a target in the same process has."""
 
 
-def _open_model_drafter(
+def open_model_drafter(
     draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
 ) -> NeuralDrafter:
+    """Return a drafter that runs the model of a draft section."""
     assert draft.path is not None, "the config has been checked"
     checkpoint = find_checkpoint(draft.path, revision=draft.revision)
     model = open_model(checkpoint, ModelOptions.from_config(draft, config))
-    return _neural_drafter(model, draft, vocabulary)
+    return neural_drafter(model, draft, vocabulary)
 
 
-def _neural_drafter(
-    model: Model, draft: DraftConfig, vocabulary: TargetVocabulary
-) -> NeuralDrafter:
-    runner: Runner | TranslatedRunner = model.runner
+def neural_drafter(model: Model, draft: DraftConfig, vocabulary: TargetVocabulary) -> NeuralDrafter:
+    """Return a drafter that runs a model, in the target's tokens."""
+    runner: DraftRunner = model.runner
     vocab_size = model.spec.vocab_size
     if vocabulary.translation is not None:
-        runner = TranslatedRunner(
-            model.runner,
-            vocabulary.translation.limited_to(
-                target_vocab=vocabulary.vocab_size, draft_vocab=vocab_size
-            ),
-            target_vocab=vocabulary.vocab_size,
-        )
+        runner = vocabulary.translation(model.runner, vocab_size, vocabulary.vocab_size)
         vocab_size = vocabulary.vocab_size
     return NeuralDrafter(
         runner,
@@ -347,5 +285,6 @@ def _neural_drafter(
     )
 
 
-def _path(draft: DraftConfig) -> Path | None:
+def table_path(draft: DraftConfig) -> Path | None:
+    """Return where the tables of a draft section are, if it has any."""
     return None if draft.path is None else Path(draft.path)

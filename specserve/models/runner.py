@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.models.adapters import Adapters, adapters_of
@@ -56,6 +57,8 @@ class Runner:
         self.network, self.cache, self.device = network, cache, device
         self.pad_to_bucket, self.adapters = pad_to_bucket, adapters
         self.sharded_head = sharded_head
+        # Mask of the ids that a drafter can draw; None: all.
+        self.drawable: NDArray[np.bool_] | None = None
         # Called with the steps of each `run` as they are computed, between room and pass.
         self.on_written: Callable[[Sequence[Step]], None] | None = None
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])

@@ -6,7 +6,7 @@ of every pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.config.features import part
 from specserve.config.tree import Config
-from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.adapters import Adapters
-from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_tokenizer, read_config
 from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
@@ -38,6 +37,9 @@ from specserve.sampling.truncation import renormaliser_of
 from specserve.sampling.verify import RandomStreams, VerifyResult, verify, verify_greedy
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
+
+TAPPED_LAYERS: Mapping[str, str] = {"eagle": "eagle.opening:tapped_layers"}
+"""Parts that say which layers' inputs a drafter reads, by its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ def open_target(
     """
     returns_hidden = config.draft.kind == "heads"
     is_first = shard is None or shard.rank == 0
-    taps = eagle_taps(checkpoint, config) if is_first else None
+    taps = hidden_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
     opened = open_model(
         checkpoint,
@@ -311,15 +313,12 @@ def open_target(
     )
 
 
-def eagle_taps(checkpoint: Path, config: Config) -> HiddenTaps | None:
-    """Return taps at the layers that an EAGLE-3 head of the config reads, if it has one."""
-    if config.draft.kind != "eagle":
+def hidden_taps(checkpoint: Path, config: Config) -> HiddenTaps | None:
+    """Return taps at the layers that the drafter of the config reads, if it reads any."""
+    if config.draft.kind not in TAPPED_LAYERS:
         return None
-    assert config.draft.path is not None, "the config has been checked"
-    info = require_eagle_for(
-        checkpoint, find_checkpoint(config.draft.path, revision=config.draft.revision)
-    )
-    return HiddenTaps(info.taps(read_config(checkpoint).num_hidden_layers))
+    num_layers = read_config(checkpoint).num_hidden_layers
+    return HiddenTaps(part(TAPPED_LAYERS[config.draft.kind])(checkpoint, num_layers, config.draft))
 
 
 def _run_pass(

@@ -141,7 +141,6 @@ def test_inflate_writes_a_copy_of_the_asked_size(
         (["generate", "--prompt", "a", "--temperature", "nan"], "temperature"),
         (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens"),
         (["generate", "--prompt", "a", "--verifier", "fast"], "speculation.verifier"),
-        (["generate", "--prompt", "a", "--drafter", "cascade"], "draft.stages"),
         (["generate", "--prompt", "a", "--target", "/nowhere/at/all"], "/nowhere/at/all"),
         (["generate", "--prompt", "a", "--config", "/nowhere.yaml"], "cannot be read"),
         (["serve", "--port", "70000"], "http.port"),

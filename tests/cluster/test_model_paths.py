@@ -33,9 +33,6 @@ def test_local_paths_are_looked_for_where_they_are_opened_and_hub_names_nowhere(
     ]
     assert keys_of(draft__placement="together")[-1] == ("draft.path", draft, "target-0")
     assert keys_of(target__path="owner/model", draft__path="owner/draft") == []
-    stages = [{"kind": "neural", "path": draft}, {"kind": "bigram", "path": "tables"}]
-    found = keys_of(target__path="owner/model", draft__kind="vertical", draft__stages=stages)
-    assert [key for key, _, _ in found] == ["draft.stages[0].path", "draft.stages[1].path"]
 
 
 def test_a_path_that_one_fitting_node_has_is_taken_and_one_that_none_has_is_refused() -> None:

@@ -25,8 +25,8 @@ from docs._build.commands import commands
 from docs._build.configuration import all_keys
 from specserve.cli import arguments
 from specserve.cli import main as cli
+from specserve.config.features import part
 from specserve.config.tree import config_from_keys
-from specserve.features.ray_serve_llm.server import config_of
 from tests.support import pages as guide
 from tests.support.llm_configs import llm_config
 from tests.support.pages import DOCS, ROOT, Block, Command
@@ -213,7 +213,9 @@ def test_yaml_is_what_it_is_for(block: Block) -> None:
         assert set(tree) <= set(ServeDeploySchema.model_fields)
         tree = application.args
     for entry in tree.get("llm_configs", ()):
-        config_of(llm_config(loading=entry.pop("model_loading_config"), **entry))
+        part("ray_serve_llm.server:config_of")(
+            llm_config(loading=entry.pop("model_loading_config"), **entry)
+        )
     if "llm_configs" not in tree:
         config_from_keys(tree)
 

@@ -9,8 +9,6 @@ import pytest
 
 from specserve.drafters.after_verify import MAX_CATCH_UP, DraftAfterVerify
 from specserve.errors import OutOfPages
-from specserve.features.eagle.heads_drafter import HeadsDrafter
-from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp
 from tests.support import checkpoints
@@ -23,7 +21,6 @@ from tests.support.engines import (
     model_options,
 )
 from tests.support.local_worker import run_together
-from tests.support.self_speculative_engines import layer_skip, random_heads, with_heads
 
 PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90)), [9, 8], list(range(100, 130))]
 POLICY = Policy(Warp(temperature=0), "speculative", seed=0, prompt_length=3)
@@ -63,23 +60,6 @@ def test_greedy_texts_are_the_library_s_whatever_gamma_each_round_has(
     assert run.accepted > 10
     assert (run.num_preempted > 0) == (pages == 12)
     engine.check_idle()
-
-
-@pytest.mark.parametrize("kind", ["layer_skip", "heads"])
-def test_drafters_with_the_target_s_own_weights_draft_there_too(
-    kind: str, pair: tuple[Path, Path], expected: list[tuple[int, ...]], tmp_path: Path
-) -> None:
-    target = load_target(pair[0], model_options(), returns_hidden=kind == "heads")
-    drafter: LayerSkipDrafter | HeadsDrafter
-    if kind == "heads":
-        sizes = {"hidden_size": 64, "vocab_size": target.info.vocab_size}
-        drafter = with_heads(random_heads(pair[0], tmp_path / "heads", **sizes))(target)
-    else:
-        drafter = layer_skip(target)
-    run = run_together(target, drafter, greedy(PROMPTS, max_tokens=NUM_TOKENS), gamma=3)
-    assert run.texts == expected
-    assert run.drafted > 50
-    assert target.runner.cache.num_used == 0
 
 
 def test_every_round_of_decoding_has_as_many_draft_tokens_as_were_wanted(

@@ -11,7 +11,6 @@ import numpy as np
 from specserve.config.tree import config_from_keys
 from specserve.drafters.ngram.tables import TABLES_FILE, count_texts, save_tables
 from specserve.drafters.registry import open_drafter
-from specserve.features.cascade.drafter import CascadeDrafter
 from tests.support import checkpoints
 from tests.support.continuations import NOISE, PAGES, VOCAB, Group, Pairs
 from tests.support.engines import PAGE_SIZE, AnticipatingDrafter, Engine
@@ -68,6 +67,8 @@ class CascadeEngine(Engine):
     def __init__(
         self, target: Path, kind: CascadeCase, stages: Mapping[str, Mapping[str, object]]
     ) -> None:
+        from specserve.features.cascade.drafter import CascadeDrafter
+
         super().__init__(target, pages=PAGES)
         keys: dict[str, object] = {
             "draft.kind": kind.kind,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
-from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.sampling import sample as draw
 from specserve.types import VERIFIERS, Origin, Request, Speculation, TokenRule, Warp
@@ -37,6 +36,9 @@ from tests.support.exact_distribution import (
     on_support,
     overlap,
 )
+
+if TYPE_CHECKING:
+    from specserve.features.other_tokenizer.translation import TokenTranslation
 
 VOCAB, COUNTED = 8, 4  # 4,096 continuations of each prompt are counted apart
 MAX_GAMMA = 4
@@ -91,15 +93,20 @@ WARPS = {
 }
 
 
-TRANSLATION = TokenTranslation(
-    target_ids=np.array([0, 1, 2, 3, 5, 7]),
-    draft_ids=np.array([2, 4, 3, 1, 6, 0]),
-    spellings=((2,), (4,), (3,), (1,), (2, 4), (6,), (1, 2, 4), (0,)),
-    prefix=(3,),
-)
-"""To a draft with six of the target's tokens, in another order, and a token of its own."""
 ROWS = {VOCAB: range(VOCAB), 7: range(7), "other": (7, 3, 0, 2, 1, 4, 5)}
 """Rows of the target's embedding that each draft has, by its vocabulary."""
+
+
+def make_translation() -> TokenTranslation:
+    """Return one to a draft with six of the target's tokens, reordered, and a token of its own."""
+    from specserve.features.other_tokenizer.translation import TokenTranslation
+
+    return TokenTranslation(
+        target_ids=np.array([0, 1, 2, 3, 5, 7]),
+        draft_ids=np.array([2, 4, 3, 1, 6, 0]),
+        spellings=((2,), (4,), (3,), (1,), (2, 4), (6,), (1, 2, 4), (0,)),
+        prefix=(3,),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class DrafterSpec:
 
     @property
     def translation(self) -> TokenTranslation | None:
-        return TRANSLATION if self.vocab == "other" else None
+        return make_translation() if self.vocab == "other" else None
 
 
 DRAFTERS = {
@@ -209,7 +216,7 @@ class Pairs:
         self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
         self._target = LibraryModel(target, vocab=VOCAB)
         self._drafts = {
-            vocab: TranslatedModel(draft, TRANSLATION, vocab=VOCAB)
+            vocab: TranslatedModel(draft, make_translation(), vocab=VOCAB)
             if vocab == "other"
             else LibraryModel(draft, vocab=VOCAB)
             for vocab, draft in drafts.items()

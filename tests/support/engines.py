@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
-from specserve.features.other_tokenizer.runner import TranslatedRunner
-from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.llm.inprocess import LocalDrafter, LocalTarget, SyncDrafter
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.model import Model, ModelOptions, open_model
@@ -40,6 +38,9 @@ from specserve.types import (
     Warp,
 )
 from tests.support.fakes import open_coordinator
+
+if TYPE_CHECKING:
+    from specserve.features.other_tokenizer.translation import TokenTranslation
 
 PAGE_SIZE = 16
 GREEDY = Warp(temperature=0)
@@ -319,6 +320,8 @@ def load_drafter(
 ) -> NeuralDrafter:
     vocab_size = opened.spec.vocab_size
     if translation is not None:
+        from specserve.features.other_tokenizer.runner import TranslatedRunner
+
         return NeuralDrafter(
             TranslatedRunner(opened.runner, translation, target_vocab=info.vocab_size),
             vocab_size=info.vocab_size,

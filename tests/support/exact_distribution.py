@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from specserve.features.other_tokenizer.translation import TokenTranslation
 from specserve.types import TokenRule, Warp
+
+if TYPE_CHECKING:
+    from specserve.features.other_tokenizer.translation import TokenTranslation
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

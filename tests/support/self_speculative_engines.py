@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from specserve.drafters.after_verify import AfterVerify
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter
-from specserve.features.eagle.drafter import EagleDrafter, HeadOptions
-from specserve.features.eagle.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
-from specserve.features.eagle.heads_drafter import HeadsDrafter
-from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.llm.inprocess import SyncDrafter
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.weights import fingerprint
@@ -49,6 +46,9 @@ from tests.support.exact_distribution import (
     warp_logits,
 )
 from tests.support.local_worker import run_apart
+
+if TYPE_CHECKING:
+    from specserve.features.eagle.heads_drafter import HeadsDrafter
 
 WITHOUT_CACHE = ("layer_skip", "heads", "top 3 heads")  # they have none of their own
 EAGLES = {
@@ -85,7 +85,7 @@ LLM_KEYS: dict[str, Any] = {
     "cache.pages": 60,
     "speculation.gamma": 3,
 }
-MakeDrafter = Callable[[TargetModel], LayerSkipDrafter | HeadsDrafter]
+MakeDrafter = Callable[[TargetModel], AfterVerify]
 
 
 class SelfSpeculativeEngine(Engine):
@@ -113,6 +113,8 @@ class EagleEngine(Engine):
     """
 
     def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:
+        from specserve.features.eagle.drafter import EagleDrafter
+
         assert sizes.taps is not None
         self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
         self.drafter, self.ahead = (
@@ -129,6 +131,8 @@ class EagleApartEngine(Engine):
     def __init__(
         self, target: Path, head: Path, sizes: HeadSizes, *, ahead: bool, pages: int = PAGES
     ) -> None:
+        from specserve.features.eagle.drafter import EagleDrafter, HeadOptions
+
         assert sizes.taps is not None
         self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
         info, self.ahead = self.target.info, None
@@ -150,6 +154,7 @@ class EagleApartEngine(Engine):
             context=self.drafter.context,
             runners=(self.drafter.runner,),
             fanout=Fanout(per_position=4) if ahead else None,
+            receive_hidden=self.drafter.receive_hidden,
         )
         self.rng = np.random.default_rng(0) if ahead else None
 
@@ -173,7 +178,9 @@ class EagleApartEngine(Engine):
         return run
 
 
-def layer_skip(target: TargetModel) -> LayerSkipDrafter:
+def layer_skip(target: TargetModel) -> AfterVerify:
+    from specserve.features.layer_skip.drafter import LayerSkipDrafter
+
     return LayerSkipDrafter(target, SKIP, support=VOCAB)
 
 
@@ -185,6 +192,9 @@ def small_gemma3(directory: Path) -> Path:
 
 
 def with_heads(directory: Path, *, support: int = VOCAB) -> MakeDrafter:
+    from specserve.features.eagle.heads import load_heads
+    from specserve.features.eagle.heads_drafter import HeadsDrafter
+
     def make(target: TargetModel) -> HeadsDrafter:
         heads = load_heads(
             directory, dtype=target.runner.cache.keys[0].dtype, device=torch.device("cpu")
@@ -197,6 +207,8 @@ def with_heads(directory: Path, *, support: int = VOCAB) -> MakeDrafter:
 def random_heads(
     target: Path, out: Path, *, hidden_size: int, vocab_size: int, spread: float = 0.05
 ) -> Path:
+    from specserve.features.eagle.heads import Heads, HeadsInfo, save_heads
+
     heads = Heads(NUM_HEADS, hidden_size)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -211,6 +223,8 @@ class SelfSpeculativePairs(Pairs):
     """The pairs of the other proofs with other drafters, and with a target of three layers."""
 
     def __init__(self, directory: Path) -> None:
+        from specserve.features.eagle.heads import WEIGHTS
+
         sizes: dict[str, Any] = {
             "hidden_size": 64,
             "intermediate_size": 64,

@@ -248,9 +248,6 @@ def test_tokenizers_that_differ_are_found_by_their_ids(target: Path, tmp_path: P
     assert "layer_skip or heads" in found.remedy
     assert only(models.same_tokens(ours, Tokenizer.load(target), key="draft"), Grade.OK)
     assert "may have been changed" in found.found, "two of 260 are few"
-    translated = only(models.same_tokens(ours, theirs, key="draft"), Grade.WARN)
-    assert translated.found == found.found
-    assert "draft tokens are translated" in translated.remedy
 
 
 def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Path) -> None:
@@ -274,11 +271,6 @@ def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Pat
         "prompt_copy, which needs no second model" in finding.found
         for finding in looked(draft__kind="prompt_copy")
     )
-    assert any(
-        "layer_skip, which fits" in finding.found for finding in looked(draft__kind="layer_skip")
-    )
-    heads = {"draft__kind": "heads", "draft__path": str(DEMO / "heads")}
-    assert "another target" in only(guarded("models", lambda: looked(**heads))).found
 
 
 def test_memory_is_held_against_what_the_plan_says() -> None:

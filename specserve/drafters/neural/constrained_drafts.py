@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.drafters.neural.draft_runner import DraftRunner
 from specserve.drafters.neural.draft_state import DraftTask, one_hot_draws
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
-from specserve.features.other_tokenizer.runner import TranslatedRunner
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates
-from specserve.models.runner import Runner
 from specserve.sampling.penalties import History
 from specserve.transfers import to_device
 from specserve.types import Policy, Step
@@ -62,15 +60,14 @@ class ConstrainedDrafting:
 
     def __init__(
         self,
-        runner: Runner | TranslatedRunner,
+        runner: DraftRunner,
         grammar_states: GrammarStates,
         history: Callable[[int, int, Policy], History | None],
         *,
         support: int,
         shared_vocab: int,
-        drawable: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Create it for a model that can draw the `drawable` of the shared ids; None: all."""
+        drawable = runner.drawable
         self._drawable = np.ones(shared_vocab, np.bool_) if drawable is None else drawable
         self._runner, self._grammar_states, self._history = runner, grammar_states, history
         self._support, self._vocab = support, shared_vocab

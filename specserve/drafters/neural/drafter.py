@@ -14,14 +14,13 @@ from torch import Tensor
 
 from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
+from specserve.drafters.neural.draft_runner import DraftRunner
 from specserve.drafters.neural.draft_state import DraftState, DraftTask, max_new_pages
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, fetch
 from specserve.drafters.ranking import rank_next_tokens
 from specserve.errors import OutOfPages
-from specserve.features.other_tokenizer.runner import TranslatedRunner
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.cache import Fork
-from specserve.models.runner import Runner
 from specserve.sampling.penalties import History
 from specserve.types import DraftStep, Policy, Proposal, Step
 
@@ -35,7 +34,7 @@ class NeuralDrafter:
 
     def __init__(
         self,
-        runner: Runner | TranslatedRunner,
+        runner: DraftRunner,
         *,
         vocab_size: int,
         target_vocab_size: int,
@@ -46,7 +45,7 @@ class NeuralDrafter:
     ) -> None:
         """Create a drafter that runs the model of `runner`, whose vocabulary has `vocab_size` ids.
 
-        A model with another tokenizer comes as a `TranslatedRunner`, and has the target's ids.
+        A model with another tokenizer comes with a runner that has the target's ids.
         Without `grammar_states` that know grammars, draft tokens follow none, and the target
         rejects those that it must.
         """
@@ -61,7 +60,6 @@ class NeuralDrafter:
             self.history,
             support=support,
             shared_vocab=self.shared_vocab,
-            drawable=runner.drawable if isinstance(runner, TranslatedRunner) else None,
         )
         self._states: dict[int, DraftState] = {}
         # Forks that are requested and not made; made together they cost little more than one.

@@ -14,8 +14,8 @@ import torch
 from specserve.config.tree import Config
 from specserve.drafters.base import trim_to_grammar
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
+from specserve.drafters.together import cached_by_target, shareable_network
 from specserve.features.eagle.heads import Heads, load_heads
-from specserve.features.layer_skip.drafter import cached_by_target, shareable_network
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.models.target import TargetModel

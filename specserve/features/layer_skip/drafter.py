@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specserve.config.tree import Config
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.errors import UnsupportedModel
-from specserve.models.network import ShareableNetwork
+from specserve.drafters.together import cached_by_target, shareable_network
 from specserve.models.runner import Runner
-from specserve.models.skip import skipped_layers
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Proposal
 
@@ -45,14 +42,6 @@ class LayerSkipDrafter:
             grammar_states=target.grammar_states,
         )
 
-    @classmethod
-    def from_config(cls, config: Config, target: TargetModel) -> LayerSkipDrafter:
-        return cls(
-            target,
-            skipped_layers(target.num_layers, config.draft.skip),
-            support=config.draft.support,
-        )
-
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return proposals for sequences whose last pass was the target's.
 
@@ -79,20 +68,3 @@ class LayerSkipDrafter:
         return cache.length(step.seq_id) >= step.stop - 1 and cache.holds(
             step.seq_id, step.start, step.tokens[:-1]
         )
-
-
-def shareable_network(target: TargetModel) -> ShareableNetwork:
-    """Return the target's network for a drafter to use, or raise UnsupportedModel."""
-    if target.network is None:
-        raise UnsupportedModel("draft.kind layer_skip and heads need a decoder-only target")
-    return target.network
-
-
-def cached_by_target(step: DraftStep, proposal: Proposal | None) -> Proposal:
-    """Return the proposal, empty if there is none, as one whose positions are all cached.
-
-    The drafter has what the target has, so the next step need not repeat it.
-    """
-    if proposal is None or not proposal.tokens:
-        return Proposal(step.seq_id, step.stop, (), None, step.stop)
-    return replace(proposal, num_cached=step.stop + len(proposal.tokens))

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.features import part
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
-from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
@@ -151,8 +151,7 @@ def same_tokens(
     if is_stage:
         yield bad(f"{key}, tokens", found, f"{SAME_MEANING}{remedy}")
     elif target.has_other_meanings(draft):
-        shared = SharedVocabulary.from_tokenizers(target, draft)
-        shared.require_overlap(key)
+        shared = part("other_tokenizer.opening:describe_overlap")(target, draft, key)
         yield warn(
             f"{key}, tokens",
             found,
@@ -185,19 +184,19 @@ def pair(config: Config) -> Iterator[Finding]:
     elif config.draft.kind in SELF_SPECULATIVE_KINDS:
         yield from _fits(config)
     else:
-        for part in config.draft.drafter_configs:
-            yield from _part(config, part, text)
+        for draft in config.draft.drafter_configs:
+            yield from _drafter(config, draft, text)
 
 
-def _part(config: Config, part: DraftConfig, text: Tokenizer) -> Iterator[Finding]:
+def _drafter(config: Config, draft: DraftConfig, text: Tokenizer) -> Iterator[Finding]:
     """Check a draft, or one stage of a cascade."""
-    if part.kind != "neural" or part.path is None:
-        yield ok("draft", f"{part.kind}, which needs no second model")
-        if part.kind in NGRAM_KINDS and part.path is not None:
+    if draft.kind != "neural" or draft.path is None:
+        yield ok("draft", f"{draft.kind}, which needs no second model")
+        if draft.kind in NGRAM_KINDS and draft.path is not None:
             yield from _fits(config)
         return
-    found = find_config(part.path, revision=part.revision, key="draft.path")
-    yield from checkpoint("draft", found, local=Path(part.path).exists())
+    found = find_config(draft.path, revision=draft.revision, key="draft.path")
+    yield from checkpoint("draft", found, local=Path(draft.path).exists())
     own = Tokenizer.load(found)
     yield from same_tokens(text, own, key="draft", is_stage=bool(config.draft.stages))
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from specserve import LLM
+from specserve.cli.main import main
+from specserve.cluster.model_paths import local_models
 from specserve.cluster.placement import bundles, with_devices
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import DEMO, DraftConfig, config_from_keys
@@ -200,6 +202,23 @@ def test_missing_or_mismatched_stage_files_are_reported_before_weights_are_loade
         )
     with pytest.raises(ModelNotFound):
         LLM(**cascade(stages=[{"path": str(tmp_path / "nothing")}, COPY]))
+
+
+def test_stages_are_looked_for_where_they_are_opened() -> None:
+    stages = [{"path": str(DEMO / "draft")}, {"kind": "bigram", "path": "tables"}]
+    config = config_from_keys({"target.path": "owner/model"}, cascade(stages=stages))
+    found = [model.key for model in local_models(config, has_gpus=False)]
+    assert found == ["draft.stages[0].path", "draft.stages[1].path"]
+
+
+def test_a_cascade_without_stages_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "--prompt", "a", "--drafter", "cascade"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("specserve: ")
+    assert "draft.stages" in captured.err
 
 
 def test_a_cascade_on_more_gpus_than_its_share_is_refused() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from specserve.cluster.placement import bundles, with_draft_placement, with_drafts_that_fit
-from specserve.config.tree import config_from_keys
-from specserve.errors import ConfigError
+from specserve.config.tree import DEMO, config_from_keys
+from specserve.errors import ConfigError, ModelError
+from specserve.tools.doctor import models
+from tests.support import checkpoints
 
 
 def test_heads_cannot_be_apart() -> None:
@@ -42,3 +46,11 @@ def test_the_placement_of_heads_stays_auto() -> None:
     settled = with_draft_placement(config, bundles(config, has_gpus=False))
     assert settled.draft.placement == "auto"
     assert with_drafts_that_fit(config, num_gpus=1).draft.placement == "auto"
+
+
+def test_the_doctor_looks_at_heads_as_serving_does(tmp_path: Path) -> None:
+    other = checkpoints.make("llama", tmp_path / "target")
+    checkpoints.add_tokenizer(other)
+    keys = {"draft.kind": "heads", "draft.path": str(DEMO / "heads"), "target.path": str(other)}
+    with pytest.raises(ModelError, match="another target"):
+        list(models.pair(config_from_keys(keys)))

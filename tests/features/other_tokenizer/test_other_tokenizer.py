@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from specserve import LLM, Sampling
+from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import draft_translation
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.errors import TokenizerMismatch
+from specserve.features.other_tokenizer.opening import RunnerTranslation
 from specserve.llm.local_engine import Output
+from specserve.tools.doctor import models
+from specserve.tools.doctor.findings import Grade
 from tests.llm.test_inprocess import refuse_to_open
 from tests.support.other_tokenizer import renumbered_draft
 
@@ -73,9 +77,19 @@ def test_what_is_shared_is_logged(smaller: Path, caplog: pytest.LogCaptureFixtur
     config = config_from_keys({"draft.path": str(smaller)}, {})
     with caplog.at_level(logging.INFO):
         translation = draft_translation(config)
-    assert translation is not None
-    assert translation.num_shared == 2000
+    assert isinstance(translation, RunnerTranslation)
+    assert translation.tokens.num_shared == 2000
     assert "1,999 of the draft's 1,999 tokens are shared with the target" in caplog.text
+
+
+def test_the_doctor_warns_that_draft_tokens_are_translated(smaller: Path) -> None:
+    target, draft = Tokenizer.load(DEMO / "target"), Tokenizer.load(smaller)
+    (found,) = models.same_tokens(target, draft, key="draft")
+    assert found.grade is Grade.WARN
+    assert "draft tokens are translated" in found.remedy
+    assert "1,999 of the draft's 1,999 tokens are shared with the target" in found.remedy
+    (stage,) = models.same_tokens(target, draft, key="draft", is_stage=True)
+    assert stage.found == found.found
 
 
 def test_tokenizers_with_little_in_common_are_refused_before_weights_are_loaded(

@@ -14,7 +14,7 @@ from specserve.models.cache import Fork
 from specserve.models.model import open_model
 from specserve.types import Step
 from tests.support import checkpoints
-from tests.support.continuations import SIZES, TOKENS, TRANSLATION
+from tests.support.continuations import SIZES, TOKENS, make_translation
 from tests.support.engines import model_options
 
 TARGET_VOCAB = 8
@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runner(directory: Path) -> TranslatedRunner:
     opened = open_model(directory, model_options(pages=200, page_size=4))
-    return TranslatedRunner(opened.runner, TRANSLATION, target_vocab=TARGET_VOCAB)
+    return TranslatedRunner(opened.runner, make_translation(), target_vocab=TARGET_VOCAB)
 
 
 def fresh(runner: TranslatedRunner, tokens: list[int]) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_a_step_says_which_positions_of_the_draft_it_writes(runner: TranslatedRu
 
 
 def test_ids_that_a_model_lacks_are_left_out() -> None:
-    limited = TRANSLATION.limited_to(target_vocab=10, draft_vocab=4)
+    limited = make_translation().limited_to(target_vocab=10, draft_vocab=4)
     assert dict(zip(limited.target_ids.tolist(), limited.draft_ids.tolist(), strict=True)) == {
         0: 2,
         2: 3,

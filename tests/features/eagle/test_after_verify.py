@@ -1,0 +1,24 @@
+"""Heads beside the target, in its worker: they draft behind each pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support import checkpoints
+from tests.support.engines import greedy, library_greedy, load_target, model_options
+from tests.support.local_worker import run_together
+from tests.support.self_speculative_engines import random_heads, with_heads
+
+PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90)), [9, 8], list(range(100, 130))]
+NUM_TOKENS = 48
+
+
+def test_heads_draft_in_the_target_s_worker(tmp_path: Path) -> None:
+    checkpoint = checkpoints.make("llama", tmp_path / "target")
+    target = load_target(checkpoint, model_options(), returns_hidden=True)
+    sizes = {"hidden_size": 64, "vocab_size": target.info.vocab_size}
+    drafter = with_heads(random_heads(checkpoint, tmp_path / "heads", **sizes))(target)
+    run = run_together(target, drafter, greedy(PROMPTS, max_tokens=NUM_TOKENS), gamma=3)
+    assert run.texts == library_greedy(checkpoint, PROMPTS, max_tokens=NUM_TOKENS)
+    assert run.drafted > 50
+    assert target.runner.cache.num_used == 0
