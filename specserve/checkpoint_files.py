@@ -15,7 +15,7 @@ from specserve.config.features import part, require
 from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.neural.draft_runner import Translate
 from specserve.drafters.ngram.tables import load_tables
-from specserve.errors import TokenizerMismatch, UnsupportedModel
+from specserve.errors import BadValue, TokenizerMismatch, UnsupportedModel
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import (
     check_can_round,
@@ -65,6 +65,16 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     if reads_prompt_apart:
         require("encoder_decoder")
     return Checkpoints(target, tokenizer, context, reads_prompt_apart)
+
+
+def read_text(text: Path) -> str:
+    """Return the contents of a file to learn from. Raises BadValue."""
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadValue(
+            f"--text {text} cannot be read as UTF-8 text: {error}", param="text"
+        ) from error
 
 
 def require_same_kind(target: Path, draft: Path, *, key: str) -> None:

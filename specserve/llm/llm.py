@@ -51,7 +51,7 @@ class LLM:
         config = config_from_keys(
             overrides, {key: os.fspath(path) for key, path in paths.items() if path is not None}
         )
-        self.engine = self.from_config(config).engine
+        self.engine: LocalEngine = self.from_config(config).engine
 
     @classmethod
     def from_config(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 
-from specserve.cluster.engine.program_group import open_parts_on_ray
 from specserve.config.tree import config_from_keys
 from specserve.llm.llm import LLM
+from specserve.llm.ray_parts import open_parts_on_ray
 from specserve.progress import ReportProgress, no_progress
 
 

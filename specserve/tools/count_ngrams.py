@@ -71,16 +71,8 @@ def count_ngrams(
 
 
 def _read_all(texts: Sequence[Path], report_progress: ReportProgress) -> Iterator[str]:
+    from specserve.checkpoint_files import read_text  # late, as above
+
     for number, text in enumerate(texts):
         report_progress("counting", number / len(texts), text.name)
         yield read_text(text)
-
-
-def read_text(text: Path) -> str:
-    """Return the contents of a file. Raises BadValue."""
-    try:
-        return text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(
-            f"--text {text} cannot be read as UTF-8 text: {error}", param="text"
-        ) from error

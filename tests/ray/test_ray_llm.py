@@ -84,7 +84,7 @@ def test_mistakes_are_raised_before_ray_is_started(monkeypatch: pytest.MonkeyPat
     def fail(**_: object) -> None:
         pytest.fail("Ray was started before the mistake was found")
 
-    monkeypatch.setattr("specserve.cluster.engine.program_group.local_ray", fail)
+    monkeypatch.setattr("specserve.llm.ray_parts.local_ray", fail)
     with pytest.raises(ModelNotFound):
         open_ray_llm("/nowhere")
     misspelt: Any = {"target.tensor_paralel": 2}

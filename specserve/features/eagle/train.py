@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.api.tokenizer import Tokenizer
+from specserve.checkpoint_files import read_text
 from specserve.errors import BadValue, ModelError, UnsupportedModel
 from specserve.features.eagle.checkpoint import (
     FINGERPRINT,
@@ -47,7 +48,6 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.progress import ReportProgress
-from specserve.tools.count_ngrams import read_text
 
 LEARNING_RATE = 2e-3
 """Learning rate of AdamW."""

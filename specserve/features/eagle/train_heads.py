@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specserve.api.tokenizer import Tokenizer
+from specserve.checkpoint_files import read_text
 from specserve.errors import BadValue
 from specserve.features.eagle.heads import Heads, HeadsInfo, save_heads
 from specserve.models.checkpoints.find import find_checkpoint
@@ -23,7 +24,6 @@ from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.device_formats import resolve_dtype
 from specserve.progress import ReportProgress
-from specserve.tools.count_ngrams import read_text
 
 WINDOW = 512
 """Tokens in one pass of the target."""
