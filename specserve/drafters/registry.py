@@ -13,9 +13,8 @@ import torch
 from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS, stage_token_matrix
 from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.anticipation import Anticipation
-from specserve.drafters.base import ForkableDrafter, never
+from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
-from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
@@ -69,14 +68,10 @@ class OpenDrafter:
         context: int,
         runners: Sequence[Runner | TranslatedRunner] = (),
         fanout: Fanout | None,
-        group_of: Callable[[int], int] = lambda seq_id: 0,
     ) -> None:
-        self._drafter, self._runners, self.context = drafter, runners, context
-        self._rounds = DraftingRounds(drafter, clock=time.perf_counter)
+        self.drafter, self._runners, self.context, self.fanout = drafter, runners, context, fanout
         self._anticipation = (
-            None
-            if fanout is None
-            else Anticipation(drafter, fanout, clock=time.perf_counter, group_of=group_of)
+            None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
         )
 
     @property
@@ -96,50 +91,28 @@ class OpenDrafter:
     @property
     def passes(self) -> tuple[int, ...] | None:
         """Number of passes of each stage of a cascade, the largest first; else None."""
-        return self._drafter.passes if isinstance(self._drafter, CascadeDrafter) else None
+        return self.drafter.passes if isinstance(self.drafter, CascadeDrafter) else None
 
     def receive_hidden(self, hidden: Sequence[HiddenStates]) -> None:
         """Keep hidden states of the target, if this is a head that reads them."""
-        if isinstance(self._drafter, EagleDrafter):
-            self._drafter.receive_hidden(unpack_hidden(hidden))
+        if isinstance(self.drafter, EagleDrafter):
+            self.drafter.receive_hidden(unpack_hidden(hidden))
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
-        asked = self.begin(steps, deadline)
-        while asked not in self.advance(never):
-            pass
-        return asked.answer()
-
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
-        """Take a message; `advance` drafts for it, and for all that were taken before."""
-        return (self._anticipation or self._rounds).begin(steps, deadline)
-
-    def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
-        """Draft for the messages under way until one can be answered; return those that can be.
-
-        It returns, too, once `should_stop`, which is called between passes.
-        """
         if self._anticipation is None:
-            done, _ = self._rounds.advance(should_stop)
-        else:
-            done = self._anticipation.advance(should_stop)
-        return done
+            return self.drafter.draft(steps, lambda: time.perf_counter() > deadline)
+        return self._anticipation.propose(steps, deadline)
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
 
-    def fork_branches(self) -> None:
-        """Fork branches for what was answered while others are drafted for; they ride along."""
-        if self._anticipation is not None:
-            self._anticipation.fork()
-
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
-        """Return what is prepared for sequences of a group; all are of group 0 outside a pool."""
-        return () if self._anticipation is None else self._anticipation.prepared_proposals(group)
+    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+        return () if self._anticipation is None else self._anticipation.prepared_proposals()
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        (self._anticipation or self._drafter).release(seq_ids)
+        (self._anticipation or self.drafter).release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +133,11 @@ def open_drafter(
     grammar_compiler: GrammarCompiler | None = None,
     translation: TokenTranslation | None = None,
     has_own_device: bool = False,
-    group_of: Callable[[int], int] = lambda seq_id: 0,
 ) -> OpenDrafter:
     """Return the drafter of the config, with a `translation` if it has another tokenizer.
 
-    It can anticipate only if it has its device for itself, and keeps the groups of sequences apart
-    then. Raises whatever is wrong with its files, or TooLittleMemory.
+    It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
+    or TooLittleMemory.
     """
     fanout = _fanout(config) if has_own_device else None
     parts = OPENERS[config.draft.kind](
@@ -176,7 +148,6 @@ def open_drafter(
         context=parts.context,
         runners=parts.runners,
         fanout=fanout,
-        group_of=group_of,
     )
 
 
