@@ -29,8 +29,9 @@ from lab.simulate.deployment import ScalingContext
 from specserve.cluster.board import autoscaling
 from specserve.cluster.gateway.prefix_affinity import EngineState, PrefixAffinity
 from specserve.cluster.gateway.request_router import CACHED_TOKENS, PrefixRequestRouter
-from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
+from specserve.drafters.drafting_round import DraftingRound
 from specserve.features.draft_pools.drafter import EngineRound, PooledDrafter
+from specserve.features.draft_pools.rounds import DraftingRounds
 from specserve.features.draft_pools.shares import CacheShares
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.pools import pool_advice
@@ -207,7 +208,7 @@ class RepeatingDrafter:
     def __init__(self) -> None:
         self._rounds = DraftingRounds(self, clock=lambda: 0.0)
 
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+    def begin(self, engine: int, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
         return self._rounds.begin(steps, deadline)
 
     def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
@@ -220,7 +221,9 @@ class RepeatingDrafter:
 
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
+    def remove_engine(self, engine: int) -> None: ...
+
+    def prepared_proposals(self, engine: int) -> tuple[PreparedProposal, ...]:
         return ()
 
 

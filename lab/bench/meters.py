@@ -66,8 +66,8 @@ def attach_meter(llm: LLM) -> PassMeter:
     target, drafter = models_of(llm)
     _time_passes(target.runner.network, meter.target)
     if drafter is not None:
-        assert isinstance(drafter._drafter, NeuralDrafter)
-        _time_passes(drafter._drafter.runner.network, meter.draft)
+        assert isinstance(drafter.drafter, NeuralDrafter)
+        _time_passes(drafter.drafter.runner.network, meter.draft)
     _record_verdicts(target, meter)
     return meter
 

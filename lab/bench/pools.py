@@ -35,7 +35,6 @@ from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter
 from specserve.engine import Coordinator
 from specserve.engine.trace import Round
-from specserve.features.draft_pools.shares import engine_of
 from specserve.features.draft_pools.worker import PoolWorker
 from specserve.tools.bench.report import machine
 from specserve.types import Chunk, ModelInfo, Request, Warp
@@ -87,7 +86,7 @@ class DeclaredDrafter(OpenDrafter):
         model = SimulatedDraftModel(
             texts, pass_time, SleepingClock(), pages=PAGES, page_size=PAGE_SIZE
         )
-        super().__init__(model, context=CONTEXT, fanout=Fanout(), group_of=engine_of)
+        super().__init__(model, context=CONTEXT, fanout=Fanout())
 
     @property
     def num_pages(self) -> int:

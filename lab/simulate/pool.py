@@ -10,9 +10,9 @@ from lab.simulate.acceptance_model import AcceptanceModel
 from lab.simulate.clock import DeviceClock
 from lab.simulate.draft_model import SimulatedDraftModel
 from lab.simulate.scenario import Scenario
-from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
 from specserve.features.draft_pools.drafter import EngineRound, PooledDrafter
+from specserve.features.draft_pools.merged import MergedAnticipation
 from specserve.features.draft_pools.shares import CacheShares, engine_of, seq_id_of
 from specserve.types import DraftStep, Proposal
 
@@ -59,8 +59,8 @@ class SimulatedPool:
             pages=scenario.draft.pages,
             page_size=scenario.config.cache.page_size,
         )
-        self.anticipation = Anticipation(
-            model, Fanout(per_position=speculation.fanout), clock=self.clock, group_of=engine_of
+        self.anticipation = MergedAnticipation(
+            model, Fanout(per_position=speculation.fanout), clock=self.clock
         )
         shares = CacheShares(scenario.draft.pages, scenario.config.cache.page_size)
         self._pooled = PooledDrafter(

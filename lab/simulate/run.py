@@ -112,7 +112,9 @@ def _result(
     anticipations = [
         replica.anticipation for replica in replicas if replica.anticipation is not None
     ]
-    anticipations += [pool.anticipation for pool in deployment.pools]
+    anticipations += [
+        engine for pool in deployment.pools for engine in pool.anticipation.engines.values()
+    ]
     draft_lifetime = lifetime if not deployment.pools else seconds * len(deployment.pools)
     num_hits = sum(one.num_hits for one in anticipations)
     num_prepared = num_hits + sum(one.num_misses for one in anticipations)

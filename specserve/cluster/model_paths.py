@@ -77,8 +77,8 @@ def local_models(config: Config, *, has_gpus: bool) -> Iterator[LocalModel]:
         # Only a draft model and a head may come from the hub.
         may_be_on_hub = draft.kind in ("neural", "eagle")
         if has_files and not (may_be_on_hub and is_hub_name(draft.path or "")):
-            pool = bundles_beside(config, has_gpus=has_gpus)
-            apart = pool[:1] or wanted[-1:]
+            beside = bundles_beside(config, has_gpus=has_gpus)
+            apart = beside[:1] or wanted[-1:]
             is_apart = config.draft.may_be_apart or config.draft.is_pooled
             holder = apart[0] if is_apart else wanted[FIRST_RANK]
             is_checkpoint = draft.kind not in (*NGRAM_KINDS, "heads")

@@ -12,15 +12,15 @@ is drafted. A head on the target's hidden states is no such drafter: it goes on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specserve.drafters.base import ForkableDrafter, never
-from specserve.drafters.branch_budget import BranchBudget
+from specserve.drafters.base import ForkableDrafter, OutcomeForecast, never
+from specserve.drafters.branch_budget import IdleTime
+from specserve.drafters.branch_passes import BranchPasses
 from specserve.drafters.branch_set import BranchSet
 from specserve.drafters.branches import Fanout, ObservedOutcome
-from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
+from specserve.drafters.drafting_round import DraftingRound, steps_without_room
 from specserve.drafters.prepared_branches import PreparedBranches
 from specserve.types import DraftStep, PreparedProposal, Proposal
 
@@ -34,11 +34,11 @@ HIT_RATE_WEIGHT = 0.1
 
 
 class Anticipation:
-    """A drafter that works between two messages: call `prepare` after every answer.
+    """The drafter of one engine, which works between two messages: `prepare` after every answer.
 
-    Releases are postponed, too, until they delay no answer. With `group_of`, each message is about
-    the sequences of some groups; what is prepared for those of the others is kept, and what such a
-    message interrupted goes on after its answer, in the same passes as its own branches.
+    Releases are postponed, too, until they delay no answer. `propose` and `prepare` are passes of
+    the drafter between the methods below them, which make none for likely outcomes; who has several
+    engines calls those for each, and makes their passes in one.
     """
 
     def __init__(
@@ -47,42 +47,93 @@ class Anticipation:
         fanout: Fanout,
         *,
         clock: Callable[[], float],
-        group_of: Callable[[int], int] = lambda seq_id: 0,
+        passes: BranchPasses | None = None,
     ) -> None:
         self._drafter, self._fanout, self._clock = drafter, fanout, clock
-        self._group_of = group_of
-        self._due: set[int] = set()  # groups that were answered since the last preparation
-        self._budget = BranchBudget(fanout)
-        self._branches = BranchSet(drafter, fanout, self._budget, clock=clock, group_of=group_of)
-        self._rounds = DraftingRounds(drafter, clock=clock, make_room=self._branches.release)
-        self._answered: list[DraftStep] = []  # in the last answer, with draft tokens
+        self._passes = passes or BranchPasses(drafter, fanout, clock=clock)
+        self._branches = BranchSet(self._passes)
+        self._idle = IdleTime(clock)
+        self.is_due = False
+        """True from a message until what was prepared before it is discarded."""
+        self.answered: list[DraftStep] = []  # with draft tokens, and without a forecast yet
+        self.undrafted: list[DraftStep] = []  # whose draft tokens would have come too late
         self._postponed: list[DraftStep] = []  # steps that only fill the cache
-        self._undrafted: list[DraftStep] = []  # steps whose drafts would have come too late
         self._outcomes: list[ObservedOutcome] = []  # that the fan-out has yet to learn from
         self.num_hits = self.num_misses = 0
         self._hit_rate = 0.0
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """Return one proposal for each step; past the deadline they are shorter."""
+        """Return one proposal for each step; past the deadline they are shorter.
+
+        Prepared proposals that are shorter than wanted grow only where there is no deadline. A step
+        that would be drafted for past the deadline, or with gamma 0, gets no draft tokens and is
+        prefilled afterwards.
+        """
         asked = self.begin(steps, deadline)
-        while asked not in self.advance(never):
-            pass
+        found = self._drafter.draft(asked.drafting, lambda: self._clock() > deadline)
+        asked.add(found)
+        if without_room := steps_without_room(asked.drafting, found):
+            self.discard_branches()
+            if self._passes.release_discarded():
+                asked.add(self._drafter.draft(without_room, lambda: self._clock() > deadline))
+        self.end(asked)
         return asked.answer()
 
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
-        """Take a message; `advance` drafts for it, and for all that were taken before.
+    def prepare(self, has_message: Callable[[], bool]) -> None:
+        """Prepare the next proposals until nothing is left to do or a message arrives.
 
-        It replaces one of the same groups that is not answered yet. Prepared proposals that are
-        shorter than wanted grow only where there is no deadline, or while others are drafted for.
-        A step that would be drafted for past the deadline, or with gamma 0, gets no draft tokens
-        and is prefilled afterwards.
+        `has_message` is called between passes.
         """
-        groups = self._groups(step.seq_id for step in steps) or {0}
-        self._rounds.drop(lambda seq_id: self._group_of(seq_id) in groups)
-        self._budget.on_message(groups, self._clock())
-        self._due |= groups
-        self._answered = self._others(self._answered, groups)
-        self._prefill_postponed(groups)
+        self._prefill(self.take_postponed())
+        self.settle()
+        self._passes.release_discarded()
+        if not self.has_work:
+            self.on_prepared()
+            return
+        if has_message():
+            return
+        if self.num_unforecast:
+            self.add_forecasts(
+                self._drafter.forecast_outcomes(
+                    [step.seq_id for step in self.answered],
+                    self._passes.budget.width(self.num_unforecast),
+                    self.undrafted,
+                )
+            )
+        if has_message():
+            return
+        self._passes.fork(self.prepared)
+        if self._passes.draft(self.prepared, has_message) and not has_message():
+            self.on_prepared()
+
+    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+        """Return what has been prepared, for the coordinator to look up instead of asking.
+
+        It is empty if some sequence will probably have to ask anyway, and until all branches are
+        finished.
+        """
+        probability = self._hit_rate ** len(self._branches.prepared)
+        is_worth_it = probability >= MIN_ALL_HIT_PROBABILITY and self._branches.are_finished
+        return self._branches.proposals if is_worth_it else ()
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.drop(seq_ids)
+        self._drafter.release(seq_ids)
+
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        """Prepare no further for sequences, which the caller releases."""
+        for steps in (self._postponed, self.answered, self.undrafted):
+            steps[:] = [step for step in steps if step.seq_id not in seq_ids]
+        self._branches.discard(seq_ids)
+
+    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+        """Take a message: promote the branches that its steps match, and choose what to draft."""
+        if (busy_fraction := self._idle.end()) is not None:
+            self._passes.budget.adapt(busy_fraction)
+        self.is_due, self.answered = True, []
+        # What there was no time for, before the message builds on it.
+        late, self.undrafted = self.undrafted, []
+        self._prefill([*self.take_postponed(), *(replace(step, gamma=0) for step in late)])
         ready = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
         if deadline == math.inf or (
@@ -95,80 +146,63 @@ class Anticipation:
                 for step in wanted
                 if (depth := ready[step.seq_id])
             ]
-            self._undrafted += [step for step in wanted if not ready[step.seq_id]]
-        self._postponed += [step for step in steps if not step.gamma]
-        new = DraftingRound(tuple(steps), drafting, deadline, ready)
-        if all((ready[step.seq_id] or 0) >= step.gamma for step in drafting):
-            # No pass is needed, and none that is for others is waited for.
-            found = self._drafter.draft(drafting, never)
-            new.proposals.update((proposal.seq_id, proposal) for proposal in found)
-        return self._rounds.add(new)
+            self.undrafted = [step for step in wanted if not ready[step.seq_id]]
+        self._postponed = [step for step in steps if not step.gamma]
+        return DraftingRound(tuple(steps), drafting, deadline, ready)
 
-    def advance(self, should_stop: Callable[[], bool]) -> list[DraftingRound]:
-        """Draft for the messages under way, and return those that can be answered.
+    def end(self, asked: DraftingRound) -> None:
+        """Remember what is answered, to prepare what follows it."""
+        self.answered += [
+            step
+            for step in asked.drafting
+            if (found := asked.proposals.get(step.seq_id)) is not None and found.tokens
+        ]
+        if self.num_unforecast:
+            self._idle.begin()
 
-        It returns when there is one, or once `should_stop`, which is called between passes.
-        Unfinished branches of other groups get draft tokens in the same passes.
-        """
-        self._branches.fork(self._due)  # of forecasts that a message of others has interrupted
-        riders = self._branches.riders(self._due, num_passes=self._rounds.num_passes)
-        done, found = self._rounds.advance(should_stop, riders.steps)
-        riders.keep(found)
-        for each in done:
-            self._end(each)
-        return done
+    def take_postponed(self) -> list[DraftStep]:
+        """Return the steps that only fill the cache, for the caller to run."""
+        postponed, self._postponed = self._postponed, []
+        return postponed
 
-    def prepare(self, has_message: Callable[[], bool]) -> None:
-        """Prepare the next proposals until nothing is left to do or a message arrives.
-
-        `has_message` is called between passes.
-        """
-        if not self.fork(has_message):
-            return
-        if self._branches.draft(has_message) and not has_message():
-            self._budget.on_prepared(self._clock())
-
-    def fork(self, has_message: Callable[[], bool] = never) -> bool:
-        """Fork branches for likely outcomes of what was answered; they are not drafted for yet.
-
-        Returns False if there is nothing to draft for, or a message arrives before.
-        """
-        self._prefill(self._postponed)
-        self._postponed = []
-        due, self._due = self._due, set()
-        self._branches.release(due)
+    def settle(self) -> None:
+        """Discard what was prepared before the last message, and learn from what came true."""
+        if self.is_due:
+            self.discard_branches()
+        self.is_due = False
         self._fanout.observe(self._outcomes)
         self._outcomes = []
-        if self._branches.are_finished() and not self._answered and not self._undrafted:
-            self._budget.on_prepared(self._clock())
-            return False
-        if has_message():
-            return False
-        self._forecast()
-        if has_message():
-            return False
-        self._branches.fork()
-        return True
 
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
-        """Return what has been prepared, for the coordinator to look up instead of asking.
+    @property
+    def has_work(self) -> bool:
+        """True if there is something to forecast or to draft for."""
+        return bool(self.num_unforecast) or not self._branches.are_finished
 
-        It is empty if some sequence of the group will probably have to ask anyway, and until all
-        of its branches are finished.
-        """
-        num_sequences = self._branches.num_sequences(group)
-        if self._hit_rate**num_sequences < MIN_ALL_HIT_PROBABILITY:
-            return ()
-        return self._branches.proposals(group) if self._branches.are_finished(group) else ()
+    @property
+    def num_unforecast(self) -> int:
+        """Number of sequences whose outcomes are to be forecast."""
+        return len(self.answered) + len(self.undrafted)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
-        self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
-        self._answered = [step for step in self._answered if step.seq_id not in seq_ids]
-        self._undrafted = [step for step in self._undrafted if step.seq_id not in seq_ids]
-        self._rounds.drop(lambda seq_id: seq_id in seq_ids)
-        for seq_id in seq_ids:
-            self._branches.discard(self._branches.pop(seq_id))
-        self._drafter.release(seq_ids)
+    @property
+    def prepared(self) -> list[PreparedBranches]:
+        """The forecasts, with the branches that are forked for them."""
+        return list(self._branches.prepared.values())
+
+    def add_forecasts(self, forecasts: Sequence[OutcomeForecast]) -> None:
+        """Take the forecasts for all that was answered."""
+        steps = {step.seq_id: step for step in (*self.answered, *self.undrafted)}
+        self.answered, self.undrafted = [], []
+        self._branches.add(
+            PreparedBranches(forecast, steps[forecast.seq_id]) for forecast in forecasts
+        )
+
+    def discard_branches(self) -> None:
+        """Discard all that is prepared, also for sequences that were not in the last message."""
+        self._branches.discard(list(self._branches.prepared))
+
+    def on_prepared(self) -> None:
+        """Note that all is prepared."""
+        self._idle.on_prepared()
 
     def _promote_match(self, step: DraftStep) -> int | None:
         """Replace the sequence by the branch that matches the step.
@@ -176,66 +210,18 @@ class Anticipation:
         Returns the draft tokens of the branch, 0 if there is none, and None if no outcome of the
         sequence was forecast.
         """
-        prepared = self._branches.pop(step.seq_id)
-        outcome = None if prepared is None else prepared.infer_outcome(step)
-        if prepared is None or outcome is None:
-            self._branches.discard(prepared)
+        found = self._branches.match(step)
+        if found is None:
             return None
-        self._outcomes.append(ObservedOutcome(prepared.forecast, *outcome))
-        branch = prepared.branches.pop(outcome, None)
-        if branch is not None:
-            prepared.drop(branch.seq_id)
+        outcome, branch = found
+        self._outcomes.append(outcome)
         self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
-        self._branches.discard(prepared)
         if branch is None:
             self.num_misses += 1
             return 0
         self._drafter.promote_branch(step.seq_id, branch.seq_id)
         self.num_hits += 1
         return len(branch.tokens)
-
-    def _end(self, done: DraftingRound) -> None:
-        """Remember what is answered, to prepare what follows it."""
-        self._answered += [
-            step
-            for step in done.drafting
-            if (found := done.proposals.get(step.seq_id)) is not None and found.tokens
-        ]
-        known = self._groups(step.seq_id for step in (*self._answered, *self._undrafted))
-        self._budget.on_answer(
-            known & self._groups(step.seq_id for step in done.steps), self._clock()
-        )
-
-    def _forecast(self) -> None:
-        """Forecast the outcomes of what was answered."""
-        steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
-        if not steps:
-            return
-        messages = self._rounds.carried()
-        forecasts = self._drafter.forecast_outcomes(
-            [step.seq_id for step in self._answered],
-            self._budget.width(len(steps), len(self._groups(steps))),
-            self._undrafted,
-            [*messages, *self._branches.unfinished(are_awaited=bool(messages))],
-        )
-        self._answered, self._undrafted = [], []
-        self._branches.add(
-            PreparedBranches(forecast, steps[forecast.seq_id]) for forecast in forecasts
-        )
-
-    def _groups(self, seq_ids: Iterable[int]) -> set[int]:
-        return {self._group_of(seq_id) for seq_id in seq_ids}
-
-    def _prefill_postponed(self, groups: AbstractSet[int]) -> None:
-        """Prefill what there was no time for, before a message of these groups builds on it."""
-        waiting = [*self._postponed, *(replace(step, gamma=0) for step in self._undrafted)]
-        self._prefill([step for step in waiting if self._group_of(step.seq_id) in groups])
-        self._postponed = self._others(self._postponed, groups)
-        self._undrafted = self._others(self._undrafted, groups)
-
-    def _others(self, steps: Sequence[DraftStep], groups: AbstractSet[int]) -> list[DraftStep]:
-        """Return the steps of other groups than these."""
-        return [step for step in steps if self._group_of(step.seq_id) not in groups]
 
     def _prefill(self, steps: Sequence[DraftStep]) -> None:
         if steps:

@@ -1,8 +1,8 @@
-"""How many branches are prepared between two messages. Knows no model and no clock."""
+"""How many branches are prepared between two messages. Knows no model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from specserve.drafters.branches import Fanout
 
@@ -22,7 +22,7 @@ PASS_WEIGHT = 0.2
 
 
 class BranchBudget:
-    """The number of branches to draft for a group of sequences between two of its messages.
+    """The number of branches to draft for an engine's sequences between two of its messages.
 
     It grows while there is time to spare. It shrinks when a message arrives before all is done, as
     long as that makes the passes clearly shorter: where a pass over many branches takes as long as
@@ -35,8 +35,6 @@ class BranchBudget:
         # Seconds of a pass over the branches, by the power of two that is at most their number.
         self._pass_seconds: dict[int, float] = {}
         self._last_size = 0  # of those passes
-        self._answered_at: dict[int, float] = {}  # by group
-        self._prepared_at: dict[int, float] = {}  # of groups whose work is done
 
     @property
     def max_branches(self) -> int:
@@ -56,20 +54,15 @@ class BranchBudget:
         ]
         return 1 << max(sizes)
 
-    def width(self, num_sequences: int, num_groups: int) -> int:
+    def width(self, num_sequences: int) -> int:
         """Return how many next tokens at a position are worth looking at.
 
         A sequence seldom gets more than some times its share of the branches.
         """
         if self._fanout.per_position is not None:
             return self._fanout.width
-        share = max(MIN_WIDTH, 4 * self.max_branches * num_groups // num_sequences)
+        share = max(MIN_WIDTH, 4 * self.max_branches // num_sequences)
         return min(self._fanout.width, self.max_branches, share)
-
-    def on_answer(self, groups: Iterable[int], now: float) -> None:
-        for group in groups:
-            self._answered_at[group] = now
-            self._prepared_at.pop(group, None)
 
     def on_passes(self, num_branches: int, seconds: float) -> None:
         """Record how long one pass over so many branches took."""
@@ -77,25 +70,8 @@ class BranchBudget:
         before = self._pass_seconds.get(size, seconds)
         self._pass_seconds[size] = before + PASS_WEIGHT * (seconds - before)
 
-    def on_prepared(self, now: float) -> None:
-        """Record that the work for all groups is done."""
-        for group in self._answered_at:
-            self._prepared_at.setdefault(group, now)
-
-    def on_message(self, groups: Iterable[int], now: float) -> None:
-        """Adapt the number of branches when the next message of some groups arrives."""
-        for group in groups:
-            answered_at = self._answered_at.pop(group, None)
-            prepared_at = self._prepared_at.pop(group, None)
-            if answered_at is None:
-                continue
-            if prepared_at is None:
-                busy_fraction = 1.0
-            else:
-                busy_fraction = (prepared_at - answered_at) / max(now - answered_at, 1e-9)
-            self._adapt(busy_fraction)
-
-    def _adapt(self, busy_fraction: float) -> None:
+    def adapt(self, busy_fraction: float) -> None:
+        """Adapt the number of branches to the fraction of an idle time that preparing took."""
         if busy_fraction < MAX_BUSY_FRACTION:
             factor = 1.1
         else:
@@ -110,3 +86,31 @@ class BranchBudget:
             if few is not None and many is not None:
                 return many > MAX_PASS_GROWTH * few
         return True
+
+
+class IdleTime:
+    """The time between an answer and the next message, and when all was prepared in it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._answered_at: float | None = None
+        self._prepared_at: float | None = None
+
+    def begin(self) -> None:
+        """Begin with an answer."""
+        self._answered_at, self._prepared_at = self._clock(), None
+
+    def on_prepared(self) -> None:
+        """Record that all is prepared, the first time."""
+        if self._answered_at is not None and self._prepared_at is None:
+            self._prepared_at = self._clock()
+
+    def end(self) -> float | None:
+        """End with a message; return the fraction spent on preparing, or None without an answer."""
+        answered_at, prepared_at = self._answered_at, self._prepared_at
+        self._answered_at = self._prepared_at = None
+        if answered_at is None:
+            return None
+        if prepared_at is None:
+            return 1.0
+        return (prepared_at - answered_at) / max(self._clock() - answered_at, 1e-9)

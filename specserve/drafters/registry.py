@@ -15,9 +15,8 @@ from specserve.config.features import part
 from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.after_verify import AfterVerify
 from specserve.drafters.anticipation import Anticipation
-from specserve.drafters.base import ForkableDrafter, never
+from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
-from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.neural.draft_runner import DraftRunner, Translate
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter
@@ -51,7 +50,6 @@ class OpenDrafter:
         context: int,
         runners: Sequence[DraftRunner] = (),
         fanout: Fanout | None,
-        group_of: Callable[[int], int] = lambda seq_id: 0,
         passes: Callable[[], tuple[int, ...]] | None = None,
         receive_hidden: Callable[[Sequence[HiddenRows]], None] | None = None,
     ) -> None:
@@ -59,13 +57,10 @@ class OpenDrafter:
 
         `receive_hidden` keeps hidden states of the target, if the drafter reads them.
         """
-        self._drafter, self._runners, self.context = drafter, runners, context
+        self.drafter, self._runners, self.context, self.fanout = drafter, runners, context, fanout
         self._passes, self._receive_hidden = passes, receive_hidden
-        self._rounds = DraftingRounds(drafter, clock=time.perf_counter)
         self._anticipation = (
-            None
-            if fanout is None
-            else Anticipation(drafter, fanout, clock=time.perf_counter, group_of=group_of)
+            None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
         )
 
     @property
@@ -94,41 +89,19 @@ class OpenDrafter:
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
-        asked = self.begin(steps, deadline)
-        while asked not in self.advance(never):
-            pass
-        return asked.answer()
-
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
-        """Take a message; `advance` drafts for it, and for all that were taken before."""
-        return (self._anticipation or self._rounds).begin(steps, deadline)
-
-    def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
-        """Draft for the messages under way until one can be answered; return those that can be.
-
-        It returns, too, once `should_stop`, which is called between passes.
-        """
         if self._anticipation is None:
-            done, _ = self._rounds.advance(should_stop)
-        else:
-            done = self._anticipation.advance(should_stop)
-        return done
+            return self.drafter.draft(steps, lambda: time.perf_counter() > deadline)
+        return self._anticipation.propose(steps, deadline)
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
 
-    def fork_branches(self) -> None:
-        """Fork branches for what was answered while others are drafted for; they ride along."""
-        if self._anticipation is not None:
-            self._anticipation.fork()
-
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
-        """Return what is prepared for sequences of a group; all are of group 0 outside a pool."""
-        return () if self._anticipation is None else self._anticipation.prepared_proposals(group)
+    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+        return () if self._anticipation is None else self._anticipation.prepared_proposals()
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        (self._anticipation or self._drafter).release(seq_ids)
+        (self._anticipation or self.drafter).release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +132,11 @@ def open_drafter(
     grammar_compiler: GrammarCompiler | None = None,
     translation: Translate | None = None,
     has_own_device: bool = False,
-    group_of: Callable[[int], int] = lambda seq_id: 0,
 ) -> OpenDrafter:
     """Return the drafter of the config, by a `translation` if it has another tokenizer.
 
-    It can anticipate only if it has its device for itself, and keeps the groups of sequences apart
-    then. Raises whatever is wrong with its files, or TooLittleMemory.
+    It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
+    or TooLittleMemory.
     """
     fanout = fanout_from_config(config) if has_own_device else None
     opener = OPENERS[config.draft.kind]
@@ -176,7 +148,6 @@ def open_drafter(
         context=parts.context,
         runners=parts.runners,
         fanout=fanout,
-        group_of=group_of,
         passes=parts.passes,
     )
 

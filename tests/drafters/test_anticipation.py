@@ -13,7 +13,7 @@ import pytest
 from specserve.config.tree import DEMO
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import NO_TOKEN, ForkableDrafter, OutcomeForecast
-from specserve.drafters.branch_budget import BranchBudget
+from specserve.drafters.branch_budget import BranchBudget, IdleTime
 from specserve.drafters.branches import Fanout, ObservedOutcome
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.prepared_branches import PreparedBranches
@@ -346,15 +346,20 @@ def test_as_many_branches_are_drafted_as_there_is_time_for(
 ) -> None:
     """Prepare in a window of 10 ms, by 4 passes that take 0.1 ms and so many for each branch."""
     budget, now, reached = BranchBudget(Fanout()), 0.0, []
+    idle = IdleTime(lambda: now)
     for _ in range(300):
-        budget.on_answer([0], now)
+        idle.begin()
+        start = now
         num_branches = int(budget.num_branches)
         seconds = 0.1 + per_branch * num_branches + 3.0 * (per_branch == 0)
         budget.on_passes(num_branches, seconds)
         if 4 * seconds < 10:
-            budget.on_prepared(now + 4 * seconds)
-        now += 10
-        budget.on_message([0], now)
+            now = start + 4 * seconds
+            idle.on_prepared()
+        now = start + 10
+        busy_fraction = idle.end()
+        assert busy_fraction is not None
+        budget.adapt(busy_fraction)
         reached.append(num_branches)
     assert at_least <= median(reached[150:]) <= at_most
 

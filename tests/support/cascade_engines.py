@@ -84,8 +84,8 @@ class CascadeEngine(Engine):
             "target.path": str(target),
         }
         opened = open_drafter(config_from_keys({}, own | keys), target_vocab_size=VOCAB)
-        assert isinstance(opened._drafter, CascadeDrafter)
-        self.cascade, self.runners = opened._drafter, opened._runners
+        assert isinstance(opened.drafter, CascadeDrafter)
+        self.cascade, self.runners = opened.drafter, opened._runners
         self.drafter = opened  # type: ignore[assignment]
         self.ahead = AnticipatingDrafter(self.cascade, None) if kind.ahead else None
 

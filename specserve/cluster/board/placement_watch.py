@@ -55,10 +55,10 @@ class PlacementWatch:
             if self._has_waiting_engine(self._config.name, deployment)
             for bundle in bundles(part, has_gpus=has_gpus)
         )
-        pool = tuple(
+        beside = tuple(
             bundle
             for bundle in bundles_beside(self._config, has_gpus=has_gpus)
             if found.has_waiting_actor(bundle.resources)
         )
         waits = not gateway_runs and found.has_waiting_actor(gateway.resources)
-        return (*engines, *pool, gateway) if waits else (*engines, *pool)
+        return (*engines, *beside, gateway) if waits else (*engines, *beside)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from specserve.drafters.base import never
-from specserve.drafters.drafting_rounds import DraftingRound
+from specserve.drafters.drafting_round import DraftingRound
 from specserve.features.draft_pools.shares import (
     CacheShares,
     engine_of,
@@ -34,12 +34,13 @@ class EngineRound:
 
 
 class SharedDrafter(Protocol):
-    """The drafter below the pool; an `OpenDrafter` whose anticipation keeps engines apart."""
+    """The drafter below the pool; a `MergedAnticipation`."""
 
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound: ...
+    def begin(self, engine: int, steps: Sequence[DraftStep], deadline: float) -> DraftingRound: ...
     def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]: ...
     def release(self, seq_ids: Sequence[int]) -> None: ...
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]: ...
+    def prepared_proposals(self, engine: int) -> tuple[PreparedProposal, ...]: ...
+    def remove_engine(self, engine: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class PooledDrafter:
             if step.seq_id not in dropped:
                 fitting[engine_of(step.seq_id)].append(step)
         for each in rounds:
-            drafting = self._drafter.begin(fitting[each.engine], each.deadline)
+            drafting = self._drafter.begin(each.engine, fitting[each.engine], each.deadline)
             self._rounds[each.engine] = _OpenRound(each, drafting)
         for pool_id in dropped:
             if (owner := self._rounds.get(engine_of(pool_id))) is not None:
@@ -138,6 +139,7 @@ class PooledDrafter:
         known = [seq_id for seq_id in self._last_drafted if engine_of(seq_id) == engine]
         self._rounds.pop(engine, None)
         self._release(sorted({*known, *self._shares.remove_engine(engine)}))
+        self._drafter.remove_engine(engine)
 
     def num_pages_held(self, engine: int) -> int:
         return self._shares.num_held(engine)

@@ -16,8 +16,8 @@ from specserve.cluster.engine.worker_setup import (
     warm_up_alone,
 )
 from specserve.config.tree import Config, TargetConfig
+from specserve.drafters.base import never
 from specserve.drafters.registry import OpenDrafter, open_drafter
-from specserve.features.draft_pools.shares import engine_of
 from specserve.features.draft_pools.tokenizers import require_one_tokenizer
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.types import ModelInfo
@@ -45,9 +45,9 @@ def open_pooled_drafter(
         ),
         translation=draft_translation(config),
         has_own_device=True,
-        group_of=engine_of,
     )
     warm_up_alone(drafter, target)
+    drafter.prepare(never)  # which releases the branches of the last pass
     freeze_objects()
     if drafter.device.type == "cpu":
         os.nice(NICENESS)  # of this thread, and of those that it starts

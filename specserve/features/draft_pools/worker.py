@@ -22,6 +22,7 @@ from specserve.drafters.registry import OpenDrafter
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
 from specserve.features.draft_pools.drafter import EngineRound, PooledDrafter
 from specserve.features.draft_pools.load import DraftLoad
+from specserve.features.draft_pools.merged import MergedAnticipation
 from specserve.features.draft_pools.shares import MAX_ENGINES, CacheShares
 from specserve.types import ModelInfo, Proposal, Span
 from specserve.wire.messages import Failure, PreparedProposals, Proposals, Propose
@@ -187,8 +188,9 @@ class PoolWorker:
 
     def _open_and_serve(self, target: ModelInfo) -> None:
         drafter = self._open_drafter(target)
+        ahead = MergedAnticipation(drafter.drafter, drafter.fanout, clock=time.perf_counter)
         pooled = PooledDrafter(
-            drafter,
+            ahead,
             CacheShares(drafter.num_pages, self._page_size),
             max_places=self._max_places,
         )
@@ -207,9 +209,9 @@ class PoolWorker:
                 num_answered = self.num_rounds
                 self._draft(pooled, rounds)
                 if not pooled.is_drafting:
-                    self._prepare(drafter)
+                    self._prepare(ahead)
                 elif self.num_rounds > num_answered:
-                    drafter.fork_branches()
+                    ahead.fork()
                 self._send_prepared(pooled)
 
     def _release_left(self, pooled: PooledDrafter) -> None:
@@ -274,10 +276,10 @@ class PoolWorker:
         self._unrecorded_s = 0.0
         self.num_rounds += len(answers)
 
-    def _prepare(self, drafter: OpenDrafter) -> None:
+    def _prepare(self, ahead: MergedAnticipation) -> None:
         """Prepare next proposals until a message arrives."""
         start = time.perf_counter()
-        drafter.prepare(self._links.has_message)
+        ahead.prepare(self._links.has_message)
         ended = time.perf_counter()
         self.busy_seconds["anticipate"] += ended - start
         for engine in self._numbers:

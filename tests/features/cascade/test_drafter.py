@@ -96,7 +96,7 @@ def opened(
 
 
 def cascade(kind: str, stages: Sequence[object], **keys: Any) -> CascadeDrafter:
-    drafter = opened(kind, stages, **keys)._drafter
+    drafter = opened(kind, stages, **keys).drafter
     assert isinstance(drafter, CascadeDrafter)
     return drafter
 

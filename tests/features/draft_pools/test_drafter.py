@@ -10,10 +10,13 @@ import pytest
 from specserve.config.tree import DEMO
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
-from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
+from specserve.drafters.drafting_round import DraftingRound
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.prepared_branches import PreparedBranches
 from specserve.errors import OutOfPages
 from specserve.features.draft_pools.drafter import EngineRound, PooledDrafter
+from specserve.features.draft_pools.merged import MergedAnticipation
+from specserve.features.draft_pools.rounds import DraftingRounds
 from specserve.features.draft_pools.shares import (
     CacheShares,
     engine_of,
@@ -42,7 +45,7 @@ class RecordingDrafter:
         self.released: set[int] = set()
         self._rounds = DraftingRounds(self, clock=lambda: 0.0)
 
-    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+    def begin(self, engine: int, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
         return self._rounds.begin(steps, deadline)
 
     def advance(self, should_stop: Callable[[], bool]) -> list[DraftingRound]:
@@ -59,8 +62,10 @@ class RecordingDrafter:
     def release(self, seq_ids: Sequence[int]) -> None:
         self.released.update(seq_ids)
 
-    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
-        return (PreparedProposal(5, Proposal(pool_seq_id(group, 3), 9, (group,), None, 9)),)
+    def remove_engine(self, engine: int) -> None: ...
+
+    def prepared_proposals(self, engine: int) -> tuple[PreparedProposal, ...]:
+        return (PreparedProposal(5, Proposal(pool_seq_id(engine, 3), 9, (engine,), None, 9)),)
 
 
 def raise_out_of_pages(*args: object) -> list[Proposal]:
@@ -151,11 +156,22 @@ def open_neural() -> tuple[NeuralDrafter, PagedCache]:
     return drafter, opened.runner.cache
 
 
+def propose(ahead: MergedAnticipation, step: DraftStep) -> Sequence[Proposal]:
+    """Return the answer to a message of one step."""
+    asked = ahead.begin(engine_of(step.seq_id), [step], float("inf"))
+    while asked not in ahead.advance(lambda: False):
+        pass
+    return asked.answer()
+
+
+def prepared_for(ahead: MergedAnticipation, seq_id: int) -> PreparedBranches:
+    return ahead.engines[engine_of(seq_id)]._branches.prepared[seq_id]
+
+
 @pytest.mark.parametrize("num_passes", range(5))
 def test_what_another_engine_interrupts_is_prepared_after_its_answer(num_passes: int) -> None:
     (neural, cache), gamma = open_neural(), 4
-    ahead = Anticipation(neural, Fanout(width=8), clock=lambda: 0.0, group_of=engine_of)
-    ahead._hit_rate = 1.0
+    ahead = MergedAnticipation(neural, Fanout(width=8), clock=lambda: 0.0)
     first, second = (
         replace(
             step(pool_seq_id(engine, 0), 12, gamma=gamma), tokens=tuple(range(engine, 12 + engine))
@@ -163,19 +179,22 @@ def test_what_another_engine_interrupts_is_prepared_after_its_answer(num_passes:
         for engine in (1, 2)
     )
     checks = iter([False] * num_passes)
-    ahead.propose([first], float("inf"))
+    propose(ahead, first)
+    ahead.engines[1]._hit_rate = 1.0
     ahead.prepare(lambda: next(checks, True))
     assert not ahead.prepared_proposals(1), "half of it would be sent, and the rest never"
-    ahead.propose([second], float("inf"))
+    propose(ahead, second)
+    ahead.engines[2]._hit_rate = 1.0
     ahead.prepare(lambda: False)
     for engine, asked in enumerate((first, second), 1):
-        branches = ahead._branches.prepared[asked.seq_id].branches
+        branches = prepared_for(ahead, asked.seq_id).branches
         assert {len(proposal.tokens) for proposal in branches.values()} == {gamma}
         assert len(ahead.prepared_proposals(engine)) == len(branches)
     alone = Anticipation(open_neural()[0], Fanout(width=8), clock=lambda: 0.0)
     alone.propose([first], float("inf"))
     alone.prepare(lambda: False)
-    ours, expected = (one._branches.prepared[first.seq_id].branches for one in (ahead, alone))
+    ours = prepared_for(ahead, first.seq_id).branches
+    expected = alone._branches.prepared[first.seq_id].branches
     both = ours.keys() & expected.keys()
     assert len(both) > 8, "the engines' outcomes may have been chosen together"
     assert all(ours[outcome].tokens == expected[outcome].tokens for outcome in both)
@@ -186,22 +205,22 @@ def test_what_another_engine_interrupts_is_prepared_after_its_answer(num_passes:
 
 def test_preparation_for_one_engine_survives_the_messages_of_another() -> None:
     neural, cache = open_neural()
-    ahead = Anticipation(neural, Fanout(width=8), clock=lambda: 0.0, group_of=engine_of)
+    ahead = MergedAnticipation(neural, Fanout(width=8), clock=lambda: 0.0)
     first, second = (
         replace(step(pool_seq_id(engine, 0), 12), tokens=tuple(range(engine, 12 + engine)))
         for engine in (1, 2)
     )
-    (proposal,) = ahead.propose([first], float("inf"))
+    (proposal,) = propose(ahead, first)
     ahead.prepare(lambda: False)
-    ahead.propose([second], float("inf"))
+    propose(ahead, second)
     ahead.prepare(lambda: False)
-    ahead.propose([second], float("inf"))  # a retry of the same engine
-    likely = ahead._branches.prepared[first.seq_id].branches
+    propose(ahead, second)  # a retry of the same engine
+    likely = prepared_for(ahead, first.seq_id).branches
     accepted, token = next(iter(likely))
     after = DraftStep(
         first.seq_id, first.stop + accepted, (*proposal.tokens[accepted:accepted], token), 2, POLICY
     )
-    (hit,) = ahead.propose([after], float("inf"))
+    (hit,) = propose(ahead, after)
     assert hit.anticipated is True
     ahead.release([first.seq_id, second.seq_id])
     ahead.prepare(lambda: False)
@@ -213,10 +232,10 @@ def asked_of(engine: int, *, gamma: int) -> DraftStep:
     return replace(step(0, 12, gamma=gamma), tokens=tokens)
 
 
-def open_pool() -> tuple[PooledDrafter, Anticipation]:
+def open_pool() -> tuple[PooledDrafter, MergedAnticipation]:
     """Return a pool of the demo draft, and its anticipation."""
     neural, cache = open_neural()
-    ahead = Anticipation(neural, Fanout(width=8), clock=lambda: 0.0, group_of=engine_of)
+    ahead = MergedAnticipation(neural, Fanout(width=8), clock=lambda: 0.0)
     return PooledDrafter(ahead, CacheShares(cache.num_pages, PAGE_SIZE), max_places=64), ahead
 
 
@@ -249,7 +268,7 @@ def test_what_is_prepared_is_answered_between_two_passes_of_another_round() -> N
     first = asked_of(1, gamma=2)
     pool.propose([one(1, first)])
     ahead.prepare(lambda: False)
-    accepted, token = next(iter(ahead._branches.prepared[pool_seq_id(1, 0)].branches))
+    accepted, token = next(iter(prepared_for(ahead, pool_seq_id(1, 0)).branches))
     start = first.stop + accepted
     prepared = DraftStep(0, start, (token,), 2, POLICY)
     assert not pool.propose([one(2, asked_of(2, gamma=4))], lambda: True)
@@ -264,7 +283,7 @@ def test_branches_of_one_engine_are_drafted_in_the_passes_of_another() -> None:
     pool.propose([one(1, asked_of(1, gamma=4))])
     checks = iter([False, False, False])
     ahead.prepare(lambda: next(checks, True))  # interrupted after a pass over the branches
-    prepared = ahead._branches.prepared[pool_seq_id(1, 0)]
+    prepared = prepared_for(ahead, pool_seq_id(1, 0))
     assert prepared.unfinished
     before = {outcome: len(found.tokens) for outcome, found in prepared.branches.items()}
     pool.propose([one(2, asked_of(2, gamma=2))])
@@ -280,7 +299,7 @@ def test_a_round_that_others_have_carried_further_than_it_goes_is_answered() -> 
         first = asked_of(engine, gamma=2)
         pool.propose([one(engine, first)])
         ahead.prepare(lambda: False)
-        accepted, token = next(iter(ahead._branches.prepared[pool_seq_id(engine, 0)].branches))
+        accepted, token = next(iter(prepared_for(ahead, pool_seq_id(engine, 0)).branches))
         prepared.append(one(engine, DraftStep(0, first.stop + accepted, (token,), 2, POLICY)))
     waiting = asked_of(2, gamma=2)
     assert not pool.propose([one(2, waiting)], lambda: True), "it lacks one token"

@@ -27,7 +27,6 @@ from specserve.errors import ConfigError, OutOfPages, WorkerLost
 from specserve.features.draft_pools import link as pool_link
 from specserve.features.draft_pools import worker as pool_worker
 from specserve.features.draft_pools.link import JoiningEngine, join_pool
-from specserve.features.draft_pools.shares import engine_of
 from specserve.features.draft_pools.worker import PoolWorker
 from specserve.llm.inprocess import LocalTarget
 from specserve.models.model import open_model
@@ -81,7 +80,6 @@ class Models:
             context=neural.context,
             runners=(opened.runner,),
             fanout=Fanout(),
-            group_of=engine_of,
         )
 
 

@@ -5,24 +5,19 @@ Knows no model, and no clock but the one it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from specserve.drafters.base import ResumableDrafter, never
+from specserve.drafters.drafting_round import DraftingRound, steps_without_room
 from specserve.types import DraftStep, Proposal
 
 
 @dataclass(slots=True, eq=False)
-class DraftingRound:
-    """The steps of one message, and what has been drafted for them."""
+class _RunningRound:
+    """A message without an answer yet."""
 
-    steps: tuple[DraftStep, ...]
-    drafting: list[DraftStep]
-    """Those to call the drafter with, by as many tokens as they are to get."""
-    deadline: float
-    num_ready: Mapping[int, int | None] = field(default_factory=dict)
-    """Draft tokens that were prepared for a sequence; None: nothing was known to prepare for."""
-    proposals: dict[int, Proposal] = field(default_factory=dict)
+    asked: DraftingRound
     num_ahead: int = 0
     """Passes of something else that have carried it since."""
 
@@ -31,8 +26,8 @@ class DraftingRound:
         """Steps that lack draft tokens. One that got none has no room, and gets none later."""
         return [
             step
-            for step in self.drafting
-            if (found := self.proposals.get(step.seq_id)) is None
+            for step in self.asked.drafting
+            if (found := self.asked.proposals.get(step.seq_id)) is None
             or 0 < len(found.tokens) < step.gamma
         ]
 
@@ -42,25 +37,12 @@ class DraftingRound:
 
         Passes that carried it may have been more than it needs: it is answered after its own next.
         """
+        proposals = self.asked.proposals
         wanted = [
-            step.gamma - len(found.tokens if (found := self.proposals.get(step.seq_id)) else ())
+            step.gamma - len(found.tokens if (found := proposals.get(step.seq_id)) else ())
             for step in self.lacking
         ]
         return max(0, max(wanted, default=0) - self.num_ahead)
-
-    def answer(self) -> list[Proposal]:
-        """Return one proposal for each step, in order."""
-        found = [
-            self.proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop)
-            for step in self.steps
-        ]
-        return [
-            replace(
-                one,
-                anticipated=None if (num := self.num_ready.get(one.seq_id)) is None else num > 0,
-            )
-            for one in found
-        ]
 
 
 class DraftingRounds:
@@ -77,7 +59,7 @@ class DraftingRounds:
         make_room: Callable[[], bool] = never,
     ) -> None:
         self._drafter, self._clock, self._make_room = drafter, clock, make_room
-        self._rounds: list[DraftingRound] = []
+        self._rounds: list[_RunningRound] = []
 
     @property
     def num_passes(self) -> int:
@@ -89,7 +71,7 @@ class DraftingRounds:
         return self.add(DraftingRound(tuple(steps), list(steps), deadline))
 
     def add(self, new: DraftingRound) -> DraftingRound:
-        self._rounds.append(new)
+        self._rounds.append(_RunningRound(new))
         return new
 
     def advance(
@@ -119,13 +101,15 @@ class DraftingRounds:
     def drop(self, is_dropped: Callable[[int], bool]) -> None:
         """Draft no further for these sequences."""
         for each in self._rounds:
-            each.drafting = [step for step in each.drafting if not is_dropped(step.seq_id)]
+            each.asked.drafting = [
+                step for step in each.asked.drafting if not is_dropped(step.seq_id)
+            ]
 
     def _draft(
         self, should_stop: Callable[[], bool], riders: Sequence[DraftStep]
     ) -> tuple[list[DraftingRound], Sequence[Proposal]]:
         steps = [step for each in self._rounds for step in each.lacking]
-        deadline = min(each.deadline for each in self._rounds)
+        deadline = min(each.asked.deadline for each in self._rounds)
         # The first that is done is answered before the others go on.
         counts = {each.num_passes for each in self._rounds} if len(self._rounds) > 1 else {0}
         num_passes, was_stopped = 0, False
@@ -139,26 +123,26 @@ class DraftingRounds:
 
         drafted = list(self._drafter.draft([*steps, *riders], must_stop))
         proposals = {one.seq_id: one for one in drafted[: len(steps)]}
-        without_room = [step for step in steps if step.gamma and not proposals[step.seq_id].tokens]
+        without_room = steps_without_room(steps, drafted[: len(steps)])
         if without_room and self._make_room():
             proposals |= {one.seq_id: one for one in self._drafter.draft(without_room, must_stop)}
         for each in self._rounds:
             each.num_ahead = 0
-            each.proposals |= {
-                step.seq_id: proposals[step.seq_id]
-                for step in each.drafting
-                if step.seq_id in proposals
-            }
+            each.asked.add(
+                [proposals[step.seq_id] for step in each.asked.drafting if step.seq_id in proposals]
+            )
         now = self._clock()
         is_over = not was_stopped and now <= deadline
         return (
             self._end(
-                each for each in self._rounds if is_over or now > each.deadline or not each.lacking
+                each
+                for each in self._rounds
+                if is_over or now > each.asked.deadline or not each.lacking
             ),
             drafted[len(steps) :],
         )
 
-    def _end(self, rounds: Iterable[DraftingRound]) -> list[DraftingRound]:
+    def _end(self, rounds: Iterable[_RunningRound]) -> list[DraftingRound]:
         ended = list(rounds)
         self._rounds = [each for each in self._rounds if each not in ended]
-        return ended
+        return [each.asked for each in ended]
