@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specserve.api.tokenizer import Tokenizer
+from specserve.checkpoint_files import read_text
 from specserve.demo.corpus import standard_library
 from specserve.errors import BadValue
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.model import ModelOptions, open_model
 from specserve.progress import ReportProgress, no_progress
-from specserve.tools.count_ngrams import read_text
 from specserve.tools.plan.measure import ModelReader
 
 WINDOW = 256

@@ -166,7 +166,7 @@ def test_a_prepared_answer_takes_no_pass() -> None:
         min(first.num_cached, 22),
         [*text.committed, *first.tokens[:2], int(prepared.forecast.next_tokens[2][7])],
     )
-    model.runner.network = None  # type: ignore[assignment]
+    model.runner.network = None  # type: ignore[attr-defined]
     (second,) = ahead.propose([text.step(5)], NEVER)
     assert second.anticipated is True
     assert len(second.tokens) == 5

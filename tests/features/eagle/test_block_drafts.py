@@ -43,7 +43,8 @@ class BlockPair(Pair):
     def __init__(self, target: Path, head: Path, sizes: HeadSizes = SIZES) -> None:
         super().__init__(target, head, sizes)
         self.num_passes = 0
-        network: Any = self.drafter.runner.network
+        runner: Any = self.drafter.runner
+        network = runner.network
         run = network.logits
 
         def count(*arguments: Any) -> Tensor:
