@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import openai
 
 from lab.bench.fake_engine import PacedEngine
-from tests.support.ray_server import served
+from tests.support.ray_server import SharedServe
 
 SCALING_KEYS: dict[str, object] = {
     "draft.kind": "none",
@@ -29,9 +29,9 @@ NUM_STREAMS = 4
 LIMIT_S = 120.0
 
 
-def test_a_live_application_grows_under_load_and_shrinks_again() -> None:
+def test_a_live_application_grows_under_load_and_shrinks_again(shared_serve: SharedServe) -> None:
     with (
-        served(SCALING_KEYS, engine=PacedEngine) as (url, config),
+        shared_serve.served(SCALING_KEYS, engine=PacedEngine) as (url, config),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
 
@@ -53,7 +53,7 @@ def test_a_live_application_grows_under_load_and_shrinks_again() -> None:
             assert next(stream).choices[0].text
 
 
-def test_a_live_application_grows_when_first_tokens_are_late() -> None:
+def test_a_live_application_grows_when_first_tokens_are_late(shared_serve: SharedServe) -> None:
     """Check it with a target that no engine with several requests keeps to.
 
     The requests are short: each load needs three first tokens before it counts.
@@ -62,8 +62,10 @@ def test_a_live_application_grows_when_first_tokens_are_late() -> None:
         **SCALING_KEYS,
         "replicas.target_ongoing_requests": 1000,
         "replicas.target_ttft_s": 1e-4,
+        "target.threads": 1,
+        "cache.pages": 256,
     }
-    with served(keys) as (url, config):
+    with shared_serve.served(keys) as (url, config):
         with asking(url):
             wait_until(lambda: num_started(config.name) == 2)
         with urllib.request.urlopen(f"{url}/metrics") as answer:

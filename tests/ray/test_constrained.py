@@ -15,10 +15,10 @@ from lab.bench.structured import schema_grammar, schema_sampling
 from specserve import LLM
 from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
-from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
 from specserve.types import Chunk, FinishReason, Request, Warp
+from tests.support.ray_server import SharedServe
 
 SCHEMA = {
     "type": "object",
@@ -103,7 +103,9 @@ def kill_drafter_and_target(group: WorkerGroup, emitted: int) -> None:
             os.kill(group.places[role].pid, signal.SIGKILL)
 
 
-def test_constrained_texts_equal_those_of_one_process_when_workers_die() -> None:
+def test_constrained_texts_equal_those_of_one_process_when_workers_die(
+    shared_serve: SharedServe,
+) -> None:
     prompts, expected, finished = plain()
     assert finished
     for text in finished:
@@ -111,7 +113,7 @@ def test_constrained_texts_equal_those_of_one_process_when_workers_die() -> None
     requests = [
         Request(ids, TOKENS, Warp(), SEED, True, grammar=schema_grammar(SCHEMA)) for ids in prompts
     ]
-    with local_ray(num_cpus=8):
+    with shared_serve.join():
         for inject_fault in (kill_none, kill_drafter_and_target):
             texts, accepted = asyncio.run(
                 run_requests(

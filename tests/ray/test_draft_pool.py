@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cluster.launch import handle
 from specserve.config.tree import DEMO
-from tests.support.ray_server import served
+from tests.support.ray_server import SharedServe
 
 PATIENCE_S = 120.0
 PROMPTS = [f"def read_{name}(path):\n" for name in ("lines", "words", "bytes", "rows", "keys")]
@@ -52,7 +52,9 @@ def readings(url: str, name: str) -> list[float]:
     ]
 
 
-def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_nothing() -> None:
+def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_nothing(
+    shared_serve: SharedServe,
+) -> None:
     pool = {"name": "shared", "max_devices": 2, "target_busy": 0.01}
     own = {"draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": pool}}
     names = ("target", "draft")
@@ -62,7 +64,7 @@ def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_no
     asked = [(model, prompt) for prompt in PROMPTS for model in names]
     replicas = {"upscale_delay_s": 0.5, "downscale_delay_s": 600}
     keys = {"models": models, "replicas": replicas, "speculation.gamma": 4, "cache.pages": 256}
-    with served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
+    with shared_serve.served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
         until(lambda: readings(url, "pool_engines") == [2.0])
         expected = [text for text, _ in clients.map(lambda one: complete(url, *one), asked)]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,43 @@ import openai
 import pytest
 
 from specserve import LLM, Sampling
-from specserve.cluster.launch import deploy, handle
-from specserve.cluster.placement import bundles
-from specserve.cluster.ray_session import ray_session
-from specserve.config.tree import DEMO, config_from_keys
+from specserve.cluster.launch import handle
+from specserve.cluster.placement import bundles, engine_deployments
+from specserve.config.tree import DEMO, Config, config_from_keys
 from tests.support.checkpoints import ENCODER_DECODERS, add_tokenizer, perturb, write
-from tests.support.ray_server import free_port
+from tests.support.ray_server import SharedServe
 
-KEYS: dict[str, Any] = {
-    "target.threads": 1,
-    "draft.threads": 1,
-    "cache.pages": 256,
-    "speculation.gamma": 3,
-}
+KEYS: dict[str, Any] = {"cache.pages": 64, "speculation.gamma": 3}
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self):\n"]
-TOKENS = 40
+TOKENS = 24
 STAGES = [{"path": str(DEMO / "draft")}, {"path": str(DEMO / "small")}, {"kind": "max_gram"}]
-APART, TOGETHER = {"draft.placement": "apart"}, {"draft.placement": "together"}
 RANKS = {"target-0", "target-1"}
 # They compute the bits of one rank, which the texts are compared with.
-TWO_RANKS: dict[str, object] = {"target.tensor_parallel": 2, "target.degree_invariant": True}
-T5: dict[str, Any] = {"target.dtype": "float32", "draft.dtype": "float32"}
+TWO_RANKS: dict[str, object] = {"tensor_parallel": 2, "degree_invariant": True}
+T5 = "encoder-decoder-apart"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of the server: sections of its config that are its own, and its workers."""
+
+    draft: Mapping[str, object]
+    workers: set[str]
+    target: Mapping[str, object] = field(default_factory=dict)
+
+
+CASCADE: dict[str, object] = {"kind": "cascade", "stages": STAGES}
+KINDS = {
+    "heads": Kind({"kind": "heads"}, {"target-0"}),
+    "layer_skip-apart": Kind({"kind": "layer_skip", "placement": "apart"}, {"target-0", "draft"}),
+    "layer_skip-together": Kind({"kind": "layer_skip", "placement": "together"}, {"target-0"}),
+    "cascade-apart": Kind({**CASCADE, "placement": "apart"}, {"target-0", "draft"}),
+    "cascade-together": Kind({**CASCADE, "placement": "together"}, {"target-0"}),
+    "max_gram-together": Kind({"kind": "max_gram", "placement": "together"}, {"target-0"}),
+    "neural-together-with-the-first-of-two-ranks": Kind(
+        {"kind": "neural", "placement": "together"}, RANKS, TWO_RANKS
+    ),
+}
 
 
 def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
@@ -50,14 +67,6 @@ def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
 
 
 @pytest.fixture(scope="module")
-def ray_with_a_port() -> Iterator[int]:
-    """Start one Ray and one Serve for all kinds, which are deployed on it in turn."""
-    port = free_port()
-    with ray_session(config_from_keys({"http.port": port}), lambda line: None):
-        yield port
-
-
-@pytest.fixture(scope="module")
 def t5_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("t5")
     target = write(ENCODER_DECODERS["t5"](), root / "target")
@@ -65,69 +74,81 @@ def t5_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, perturb(target, root / "draft", 0.02)
 
 
-def answers(
-    port: int, keys: dict[str, object]
-) -> tuple[list[str], list[dict[str, object]], set[str]]:
-    """Return texts, statistics of speculation, and names of workers."""
-    config = config_from_keys({"http.port": port, "model": "it", **keys})
-    with deploy(config, lambda line: None) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+@dataclass(frozen=True)
+class Server:
+    """One application with a model for each kind of drafter."""
+
+    client: openai.OpenAI
+    config: Config
+
+    def answers(self, model: str) -> tuple[list[str], list[dict[str, object]]]:
+        """Return texts and statistics of speculation."""
         given = [
-            client.completions.create(model="it", prompt=prompt, max_tokens=TOKENS, temperature=0)
+            self.client.completions.create(
+                model=model, prompt=prompt, max_tokens=TOKENS, temperature=0
+            )
             for prompt in PROMPTS
         ]
-        places = set(handle(config, "Engine").places.remote().result())
-    return (
-        [one.choices[0].text for one in given],
-        [(one.model_extra or {})["specserve"] for one in given],
-        places,
-    )
+        return (
+            [one.choices[0].text for one in given],
+            [(one.model_extra or {})["specserve"] for one in given],
+        )
+
+    def workers(self, model: str) -> set[str]:
+        (name,) = (
+            name for name, part in engine_deployments(self.config).items() if part.model == model
+        )
+        return set(handle(self.config, name).places.remote().result())
 
 
-def expected(keys: dict[str, Any]) -> list[str]:
-    with LLM(**{**KEYS, **keys, "draft.kind": "none"}) as plain:
+@pytest.fixture(scope="module")
+def server(shared_serve: SharedServe, t5_pair: tuple[Path, Path]) -> Iterator[Server]:
+    target, draft = ({"path": str(path), "dtype": "float32"} for path in t5_pair)
+    kinds = {**KINDS, T5: Kind({**draft, "placement": "apart"}, {"target-0", "draft"}, target)}
+    models = [
+        {
+            "name": name,
+            "target": {"threads": 1, **kind.target},
+            "draft": {"threads": 1, **kind.draft},
+        }
+        for name, kind in kinds.items()
+    ]
+    with (
+        shared_serve.served({**KEYS, "models": models}) as (url, config),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        yield Server(client, config)
+
+
+def plain_texts(keys: dict[str, object]) -> list[str]:
+    """Return the texts of one process without a drafter."""
+    given: dict[str, Any] = {**KEYS, **keys, "target.threads": 1, "draft.kind": "none"}
+    with LLM(**given) as plain:
         return [
             output.text
             for output in plain.generate(PROMPTS, Sampling(max_tokens=TOKENS, temperature=0))
         ]
 
 
-@pytest.mark.parametrize(
-    ("keys", "workers"),
-    [
-        ({"draft.kind": "heads"}, {"target-0"}),
-        ({"draft.kind": "layer_skip", **APART}, {"target-0", "draft"}),
-        ({"draft.kind": "layer_skip", **TOGETHER}, {"target-0"}),
-        ({"draft.kind": "cascade", "draft.stages": STAGES, **APART}, {"target-0", "draft"}),
-        ({"draft.kind": "cascade", "draft.stages": STAGES, **TOGETHER}, {"target-0"}),
-        ({"draft.kind": "max_gram", **TOGETHER}, {"target-0"}),
-        ({"draft.kind": "neural", **TWO_RANKS, **TOGETHER}, RANKS),
-    ],
-    ids=[
-        "heads",
-        "layer_skip apart",
-        "layer_skip together",
-        "cascade apart",
-        "cascade together",
-        "max_gram together",
-        "neural together with the first of two ranks",
-    ],
-)
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    return plain_texts({})
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_served_texts_are_those_of_plain_decoding(
-    ray_with_a_port: int, keys: dict[str, object], workers: set[str]
+    server: Server, expected: list[str], name: str
 ) -> None:
-    texts, reports, places = answers(ray_with_a_port, {**KEYS, **keys})
-    assert texts == expected({})
-    assert places == workers
+    texts, reports = server.answers(name)
+    assert texts == expected
+    assert server.workers(name) == KINDS[name].workers
     assert all(one["lossless"] for one in reports)
     assert sum(int(str(one["accepted"])) for one in reports) > 0
 
 
 def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
-    ray_with_a_port: int, t5_pair: tuple[Path, Path]
+    server: Server, t5_pair: tuple[Path, Path]
 ) -> None:
-    target, draft = (str(path) for path in t5_pair)
-    keys = {**KEYS, **T5, "target.path": target}
-    texts, reports, _ = answers(ray_with_a_port, {**keys, "draft.path": draft, **APART})
-    assert texts == expected(keys)
+    texts, reports = server.answers(T5)
+    assert texts == plain_texts({"target.path": str(t5_pair[0]), "target.dtype": "float32"})
     assert all(one["lossless"] for one in reports)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from specserve.cluster.engine.fork_server import KEY_VARIABLE
 from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.cluster.ray_session import local_ray
@@ -26,8 +27,11 @@ KEYS: dict[str, object] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=4):
-        yield
+    """Start a Ray whose workers have a fork server of their own, which a test kills."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(KEY_VARIABLE)
+        with local_ray(num_cpus=4):
+            yield
 
 
 async def started(keys: dict[str, object]) -> WorkerGroup:

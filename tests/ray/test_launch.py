@@ -161,13 +161,3 @@ def test_a_place_that_cannot_be_served_at_is_said_before_a_process_is_forked(
         config = config_from_keys({"http.port": taken.getsockname()[1]})
         with pytest.raises((ConfigError, Unavailable), match=r"cannot listen|no Ray cluster"):
             launch.serve_until_ended(config, print, Console(), join=join)
-
-
-def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        _, errors = (process := serve("--port", str(port))).communicate(timeout=PATIENCE_S)
-    assert process.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in errors

@@ -9,14 +9,14 @@ import pytest
 
 from tests.docs.test_pages import RUN, block_name, folder, run
 from tests.support.pages import Block
-from tests.support.ray_server import served
+from tests.support.ray_server import SharedServe
 
 __all__ = ["folder"]  # a fixture
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with served({"target.threads": 1, "draft.threads": 1}) as (url, _):
+def url(shared_serve: SharedServe) -> Iterator[str]:
+    with shared_serve.served({"target.threads": 1, "draft.threads": 1}) as (url, _):
         yield url
 
 

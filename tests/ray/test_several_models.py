@@ -10,7 +10,7 @@ from typing import Any
 from specserve import LLM, Sampling
 from specserve.cluster.launch import handle
 from specserve.config.tree import DEMO
-from tests.support.ray_server import served
+from tests.support.ray_server import SharedServe
 
 PROMPT = "def read_lines(path):"
 TOKENS = 24
@@ -24,8 +24,10 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def test_each_model_answers_with_its_own_engines_behind_one_gateway() -> None:
-    with served({"models": MODELS, "cache.pages": 64}) as (url, config):
+def test_each_model_answers_with_its_own_engines_behind_one_gateway(
+    shared_serve: SharedServe,
+) -> None:
+    with shared_serve.served({"models": MODELS, "cache.pages": 64}) as (url, config):
         texts = {
             name: _complete(url, name)[1]["choices"][0]["text"] for name in ("pair", "org/alone")
         }

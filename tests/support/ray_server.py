@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,80 @@ from ray.cluster_utils import Cluster
 
 from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports, ray_session
+from specserve.cluster.ray_session import (
+    SERVE_SETTINGS,
+    SHORT_TMP,
+    _proxy_settings,
+    proxy_ports,
+    ray_session,
+)
 from specserve.config.tree import Config, config_from_keys
 
 SERVE_COMMAND_S = 400.0
+SHARED_CPUS = 32
+"""For Ray's scheduler, which counts them only: more than any application of the tests asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedServe:
+    """A Ray that this process joins and leaves, and the port of the Serve that runs on it."""
+
+    address: str
+    port: int
+
+    def config(self, keys: Mapping[str, object] | None = None) -> Config:
+        """Return a config of a server here, whose draft is apart unless the keys place it."""
+        return config_from_keys({"http.port": self.port, **with_placement(keys or {})})
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Join the Ray, on which applications may then be deployed in turn."""
+        with ray_session(self.config(), print, join=self.address):
+            yield
+
+    @contextmanager
+    def served(
+        self, keys: Mapping[str, object] | None = None, *, engine: type[Any] | None = None
+    ) -> Iterator[tuple[str, Config]]:
+        """Serve here, and yield the URL and the config. `engine` replaces the Engine class."""
+        config = self.config(keys)
+        # Serve runs on afterwards, as on a Ray that the server owns and is about to stop.
+        with self.join(), deploy(config, print, owns_ray=True, engine=engine) as url:
+            yield url, config
+
+
+@contextmanager
+def shared_ray() -> Iterator[SharedServe]:
+    """Start a Ray whose Serve has files and ports of its own; the first to deploy starts Serve."""
+    port = free_port()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP) as directory,
+    ):
+        for name, value in {
+            **SERVE_SETTINGS,
+            **proxy_ports(excluded=port),
+            **_proxy_settings(config_from_keys({}), directory),
+        }.items():
+            patch.setenv(name, value)
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": SHARED_CPUS, "num_gpus": 0, "include_dashboard": False},
+        )
+        patch.undo()  # other servers of this process have their own
+        try:
+            yield SharedServe(cluster.address, port)
+        finally:
+            cluster.shutdown()
+
+
+def with_placement(keys: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the keys with a draft apart, unless they say themselves where it is.
+
+    A placement that is measured may come out either way. Several models say each their own.
+    """
+    says = {"draft.kind", "draft.placement", "models"} & keys.keys()
+    return keys if says else {"draft.placement": "apart", **keys}
 
 
 def free_port() -> int:
@@ -39,11 +111,7 @@ def served(
 
     `engine` replaces the Engine class.
     """
-    given = keys or {}
-    # A placement that is measured may come out either way. Several models say each their own.
-    says = {"draft.kind", "draft.placement", "models"} & given.keys()
-    placement = {} if says else {"draft.placement": "apart"}
-    config = config_from_keys({"http.port": free_port(), **placement, **given})
+    config = config_from_keys({"http.port": free_port(), **with_placement(keys or {})})
     said: list[str] = []
     with (
         ray_session(config, said.append, join=ANY_RUNNING if join else None) as owns_ray,
