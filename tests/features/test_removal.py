@@ -72,4 +72,4 @@ def test_the_rest_is_imported_and_writes_a_text_without(feature: str, tmp_path: 
 
 def test_the_core_s_fast_tests_pass_without_all_features(tmp_path: Path) -> None:
     tree = copy_without(tuple(FEATURES), tmp_path)
-    run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FAST], tree)
+    run(["-m", "pytest", "-q", "-x", *FAST], tree)
