@@ -68,7 +68,7 @@ def test_an_unknown_model_is_not_found_and_the_error_lists_those_that_are(
     reply = server.ask(path, {key: body[key] for key in ("model", needed)})
     assert reply.status == 404
     assert reply.error["message"] == (
-        "the model 'other' is not served here; there are small, small:sql, org/large, late"
+        "the model 'other' is not served here; there are small, org/large, late"
     )
     assert server.ask("/v1/models/other").status == 404
 

@@ -44,3 +44,7 @@ def test_an_error_that_lists_the_models_lists_their_adapters(server: RunningServ
     reply = server.ask(COMPLETIONS, {"prompt": "a"})
     assert (reply.status, reply.error["param"]) == (400, "model")
     assert "small, small:sql, org/large" in reply.error["message"]
+    refused = server.ask(COMPLETIONS, {"model": "other", "prompt": "a"})
+    assert refused.error["message"] == (
+        "the model 'other' is not served here; there are small, small:sql, org/large, late"
+    )
