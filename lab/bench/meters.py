@@ -67,7 +67,8 @@ def attach_meter(llm: LLM) -> PassMeter:
     _time_passes(target.runner.network, meter.target)
     if drafter is not None:
         assert isinstance(drafter._drafter, NeuralDrafter)
-        _time_passes(drafter._drafter.runner.network, meter.draft)
+        runner: Any = drafter._drafter.runner
+        _time_passes(runner.network, meter.draft)
     _record_verdicts(target, meter)
     return meter
 
