@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -166,7 +167,8 @@ def test_a_prepared_answer_takes_no_pass() -> None:
         min(first.num_cached, 22),
         [*text.committed, *first.tokens[:2], int(prepared.forecast.next_tokens[2][7])],
     )
-    model.runner.network = None  # type: ignore[attr-defined]
+    runner: Any = model.runner
+    runner.network = None
     (second,) = ahead.propose([text.step(5)], NEVER)
     assert second.anticipated is True
     assert len(second.tokens) == 5

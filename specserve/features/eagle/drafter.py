@@ -59,6 +59,8 @@ class HeadOptions:
 class EagleDrafter(NeuralDrafter):
     """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
 
+    runner: Runner
+
     def __init__(
         self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
     ) -> None:

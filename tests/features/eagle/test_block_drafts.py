@@ -195,7 +195,7 @@ def test_apart_it_drafts_what_it_drafts_together_and_says_that_it_does_not_antic
     own = OpenDrafter(beside, context=beside.context, runners=(beside.runner,), fanout=None)
     expected = run_together(together, own, requests, gamma=4, max_gamma=4)
     model = open_target(llama)
-    with caplog.at_level(logging.INFO, "specserve.drafters.registry"):
+    with caplog.at_level(logging.INFO, "specserve.features.eagle.opening"):
         apart = open_apart(llama, head, model)
     assert "drafts in one pass and does not anticipate" in caplog.text
     run, _ = run_apart(model, apart, requests, gamma=4, max_gamma=4)
