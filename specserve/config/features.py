@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FEATURES: Mapping[str, str] = {
     "adapters": "low-rank adapters (LoRA) of the target",
     "cascade": "cascades: several drafters, of which each reviews the next one's tokens",
-    "draft_pools": "one draft for several engines",
+    "draft_pools": "draft pools: one draft for several engines",
     "eagle": "EAGLE-3 heads and draft heads",
     "encoder_decoder": "T5 and its kin",
     "layer_skip": "drafting with some of the target's own layers",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.engine import workers
+from specserve.cluster.engine import worker_setup
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerSite
 from specserve.cluster.engine.workers import DraftWorker, TargetWorker, _serve
 from specserve.config.tree import config_from_keys
@@ -73,7 +73,7 @@ def test_an_exception_between_two_rounds_ends_the_worker_since_no_round_would_sh
 def test_a_worker_on_a_faulty_device_fails_before_it_reads_weights_and_says_where(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[TargetWorker] | type[DraftWorker]
 ) -> None:
-    monkeypatch.setattr(workers, "find_fault", lambda device: "1 of 9 elements are wrong")
+    monkeypatch.setattr(worker_setup, "find_fault", lambda device: "1 of 9 elements are wrong")
     nowhere = str(tmp_path / "no checkpoint")
     worker: Any = object.__new__(kind)
     worker._site = WorkerSite("a1b2", "10.0.0.5", ())
