@@ -1,8 +1,9 @@
 """Look the locked packages up in a list of known vulnerabilities, by pip-audit.
 
-`make audit` runs it in the environment of locks/tools.txt. It ends with 1 if a package has a known
-vulnerability, 2 if pip-audit failed, and 0 if there is none or the list cannot be reached; the last
-line says which. Other options are handed on, such as `--ignore-vuln ID`.
+`.venv-build/bin/python -m locks.audit` runs in the environment of locks/tools.txt, which `make
+lock` and `make dist` create. It ends with 1 if a package has a known vulnerability, 2 if pip-audit
+failed, and 0 if there is none or the list cannot be reached; the last line says which. Other
+options are handed on, such as `--ignore-vuln ID`.
 """
 
 from __future__ import annotations
