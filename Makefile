@@ -65,7 +65,7 @@ FOR_THERE := --no-deps --only-binary=:all: --python-version 3.12 --implementatio
 # Without -P specserve/types.py would be taken for the library's.
 GPU_ARCHITECTURES ?=
 comma := ,
-locked = $(1)==$(shell sed -n 's/^$(1)==\([^ ]*\).*/\1/p' locks/$(2).txt)
+locked = $(1)==$(shell sed -n 's/^$(1)==\([^ ]*\).*/\1/p' deploy/locks/$(2).txt)
 
 gpu-wheels: $(VENV)/installed-for-tests $(if $(GPU_ARCHITECTURES),$(KERNELS)/installed)  ## Bring what such a machine lacks; GPU_ARCHITECTURES="9.0a" compiles FlashInfer's kernels, too
 	$(BIN)/python -m pip download $(FOR_THERE) -c constraints.txt llguidance msgpack pyzmq psutil
@@ -94,11 +94,11 @@ check: $(VENV)/installed-for-tests  ## Check formatting, lint rules, types (stri
 	$(BIN)/lint-imports --no-cache
 
 # Built from the contents of the sdist, so that a stale build/ is never included, by the setuptools of
-# locks/tools.txt.
+# deploy/locks/tools.txt.
 dist: $(BUILDER)/installed $(VENV)/installed  ## Build wheel, sdist and bill of materials into dist/
 	rm -rf dist build
 	$(BUILDER)/bin/python -m build --no-isolation --outdir dist $(ARGS)
-	$(BIN)/python -m locks.sbom --out dist
+	$(BIN)/python -m deploy.locks.sbom --out dist
 
 image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda for GPUs; IMAGE_FILE=deploy/Dockerfile for clusters
 	@test -n "$(CONTAINERS)" || { echo "make image needs docker or podman, and neither is here" >&2; exit 1; }
@@ -110,7 +110,7 @@ image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda
 
 # torch's builds without CUDA are in no package index: a new torch needs CPU_WHEELS, a folder of them.
 lock: $(BUILDER)/installed  ## Write the locks with hashes after a change of dependencies
-	$(BUILDER)/bin/python -m locks.write $(if $(CPU_WHEELS),--cpu-wheels $(CPU_WHEELS)) $(ARGS)
+	$(BUILDER)/bin/python -m deploy.locks.write $(if $(CPU_WHEELS),--cpu-wheels $(CPU_WHEELS)) $(ARGS)
 
 # Strict: a broken link fails. The tests check links, names and commands without the site generator.
 docs: $(VENV)/installed-for-docs  ## Build the site into site/; ARGS=serve shows it while you write
@@ -131,12 +131,12 @@ $(VENV)/installed-for-browser: $(VENV)/installed-for-tests
 	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu,test,browser]'
 	touch $@
 
-$(BUILDER)/installed: locks/tools.txt
+$(BUILDER)/installed: deploy/locks/tools.txt
 	$(PYTHON) -m venv $(BUILDER)
-	$(BUILDER)/bin/python -m pip install --require-hashes --only-binary :all: -r locks/tools.txt
+	$(BUILDER)/bin/python -m pip install --require-hashes --only-binary :all: -r deploy/locks/tools.txt
 	touch $@
 
-$(KERNELS)/installed: locks/flashinfer.txt locks/nvcc.txt
+$(KERNELS)/installed: deploy/locks/flashinfer.txt deploy/locks/nvcc.txt
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install $(TORCH_FROM) -c constraints.txt torch numpy \
 		$(call locked,flashinfer-python,flashinfer) $(subst toolkit,toolkit[cccl$(comma)curand$(comma)nvcc],$(call locked,cuda-toolkit,torch-cuda))

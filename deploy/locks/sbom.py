@@ -20,8 +20,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import specserve
-from locks.closure import closure, runtime_requirements
-from locks.lock_file import (
+from deploy.locks.closure import closure, runtime_requirements
+from deploy.locks.lock_file import (
     FLASHINFER,
     NVCC,
     ROOT,
