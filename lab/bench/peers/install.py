@@ -41,7 +41,7 @@ class PeerEnvironment:
 
     @property
     def is_current(self) -> bool:
-        """Whether it was installed after the last change of its requirements."""
+        """Return whether it was installed after the last change of its requirements."""
         stamp = self.folder / "installed"
         files = (self.requirements, *((ROOT / "pyproject.toml",) if self.also else ()))
         return stamp.exists() and all(
