@@ -14,7 +14,7 @@ ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS dependencies
 # cpu is torch from an index of its own, which uv knows, unless TORCH_INDEX names a copy; cuda is torch as
-# the package index has it, with CUDA's libraries. Nothing is installed whose hash is not in locks/; of
+# the package index has it, with CUDA's libraries. Nothing is installed whose hash is not in deploy/locks/; of
 # torch's builds for CPUs uv wants to know the local version, too.
 ARG TORCH=cpu
 ARG TORCH_INDEX=""
@@ -23,7 +23,7 @@ RUN python -m venv /opt/specserve && python -m venv /opt/tools
 ENV PATH=/opt/specserve/bin:$PATH
 WORKDIR /source
 # Dependencies are large and change seldom, so they get a layer of their own.
-COPY locks locks
+COPY deploy/locks locks
 RUN /opt/tools/bin/pip install --require-hashes --only-binary :all: -r locks/tools.txt
 RUN if [ "$TORCH" = cpu ] && [ -z "$TORCH_INDEX" ]; then index="--torch-backend cpu"; \
        else index="${TORCH_INDEX:+--extra-index-url $TORCH_INDEX}"; fi \

@@ -1,1 +1,1 @@
-"""Benchmarks that `make bench-*` runs. Not part of the wheel."""
+"""Benchmarks, listed in lab/README.md. Not part of the wheel."""

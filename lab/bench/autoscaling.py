@@ -197,7 +197,7 @@ def head(
     return (
         "# Autoscaling over an hour",
         "",
-        "`make simulate-autoscaling`",
+        "`python -m lab.bench.autoscaling`",
         "",
         f"Simulated, not measured, {date.today()}: the policies that Ray Serve calls and the real "
         f"scheduler, on devices whose pass takes 40 ms and 0.2 ms a row; {minutes:.0f} minutes "

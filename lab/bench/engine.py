@@ -387,7 +387,9 @@ def main() -> None:
     text = f"{machine}; {work}.\n\n{table}\n"
     print(text)
     if args.out:
-        args.out.write_text(f"# The engine in one process\n\n`make bench-engine`\n\n{text}")
+        args.out.write_text(
+            f"# The engine in one process\n\n`python -m lab.bench.engine`\n\n{text}"
+        )
 
 
 if __name__ == "__main__":

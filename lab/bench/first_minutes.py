@@ -169,7 +169,7 @@ def page(
         "# A new user's first minutes",
         "",
         f"{date.today()}, {machine()}, load before {load:.1f}.",
-        "`python -m lab.bench.first_minutes` (`make first-minutes`): the commands of the",
+        "`python -m lab.bench.first_minutes`: the commands of the",
         "[quick start](../guides/quickstart.md) in their order, in a copy of the repository with",
         "an environment of its own: Python, `make` and curl are all that it finds. *Busy*: the",
         f"same again beside a process that keeps one core busy. One run of each.{note}",

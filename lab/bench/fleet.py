@@ -204,7 +204,7 @@ def _checks(runs: Sequence[PartRun]) -> Iterator[PartRun]:
 def head(prices: Mapping[str, float]) -> Iterator[str]:
     yield "# Fleets of 1,000 and 10,000 GPUs"
     yield ""
-    yield "`make simulate-fleet`"
+    yield "`python -m lab.bench.fleet`"
     yield ""
     yield (
         f"{date.today()}. **Simulated**, but for the last table: no such fleet was run. The real "
@@ -239,7 +239,7 @@ def head(prices: Mapping[str, float]) -> Iterator[str]:
         + ": the rates of one cloud (RunPod) as "
         "[compiled in March 2026](https://deploybase.ai/articles/runpod-gpu-pricing). Hosts, "
         "network and idle hours are not in them. "
-        '`make simulate-fleet ARGS="--price H100=6.88"` takes another one.'
+        "`python -m lab.bench.fleet --price H100=6.88` takes another one."
     )
     yield ""
     yield (

@@ -191,7 +191,7 @@ def main() -> None:
     text = "\n\n".join(
         (
             "# Kernels of linear layers",
-            "`make bench-linears`",
+            "`python -m lab.bench.linears`",
             f"{date.today()}, {machine()}, {args.threads} threads, torch {torch.__version__}; "
             f"bf16, all linear layers of a pass one after the other, {turns} turns, medians. "
             "*Reading* sums as many bytes as the weights have.",

@@ -373,7 +373,7 @@ def _write(out: Path | None, lines: Sequence[str]) -> None:
     )
     pair = (
         f"The demo pair, its target widened to 200M unless said; bf16; {TOKENS} tokens in and out. "
-        "`make bench-pipeline`."
+        "`python -m lab.bench.pipeline`."
     )
     if out is not None:
         out.write_text("\n".join(["# Drafting behind verifying", "", about, pair, *lines, ""]))

@@ -325,7 +325,7 @@ def report(found: Sequence[PoolComparison], load: PoolLoad, *, turns: int) -> st
         [
             "# Draft pools",
             "",
-            "`make bench-pool`",
+            "`python -m lab.bench.pools`",
             "",
             f"{date.today()}, {machine()}. Real coordinators, links and pool workers, each in a "
             f"process, on declared devices: a pass of a target takes {1e3 * VERIFY_S:g} ms and one "

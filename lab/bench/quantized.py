@@ -2,7 +2,8 @@
 
 The demo target is widened to 200M parameters and quantised; all variants are open in one process
 and take turns, at one stream and at eight, plain and with a draft. OpenVINO GenAI, in a process of
-its own for each kind of weights, takes its turns between them if `make bench-peers` installed it.
+its own for each kind of weights, takes its turns between them if
+`python -m lab.bench.peers.install openvino` installed it.
 """
 
 from __future__ import annotations

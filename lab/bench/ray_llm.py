@@ -1,7 +1,8 @@
-"""Engines behind one Ray Serve LLM: `make bench-ray-llm`.
+"""Engines behind one Ray Serve LLM: `python -m lab.bench.ray_llm`.
 
 specserve and vLLM are each the engine of an application of `build_openai_app` with one replica, on
-one Ray, and take turns under the same prompts. Runs in the environment that `make ray-llm` creates.
+one Ray, and take turns under the same prompts. Runs in the environment that
+`python -m lab.bench.peers.install ray-llm` creates.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def main() -> None:
     text = "\n\n".join(
         (
             "# Engines behind Ray Serve LLM",
-            "`make bench-ray-llm`",
+            "`python -m lab.bench.ray_llm`",
             f"{date.today()}, {machine()}; {versions}. Each engine is an application of "
             "`build_openai_app` with one replica and both cores, all on one Ray; the demo target "
             f"{size} with its draft, greedy, {tokens} new tokens after {PROMPT_LENGTH}; {turns} "

@@ -1,7 +1,7 @@
 """Validity of texts generated under JSON schemas, and speed with and without speculation.
 
-`make structured` samples 300 schemas of rising difficulty at T = 1, with and without speculation in
-turns; tests/lab/bench/test_structured.py takes 30.
+`python -m lab.bench.structured` samples 300 schemas of rising difficulty at T = 1, with and
+without speculation in turns; tests/lab/bench/test_structured.py takes 30.
 """
 
 from __future__ import annotations

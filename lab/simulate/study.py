@@ -1,4 +1,4 @@
-"""The file of `specserve simulate`: devices, a load, and a sweep, turned into scenarios to run."""
+"""The file of `lab.simulate`: devices, a load, and a sweep, turned into scenarios to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make chaos-gateways`: gateways that are killed, stopped and cut off from an engine, under load.
+"""`python -m tests.chaos.gateways`: gateways killed, stopped and cut off under load.
 
 A row of the table for each kind of fault: the time until the engine runs no sequence of the gateway
 any more, and what the streams of other gateways saw. A client's stream belongs to the gateway for

@@ -1,4 +1,4 @@
-"""`make misuse`: clients that misuse a server, beside sixteen that behave.
+"""`python -m tests.chaos.misuse`: clients that misuse a server, beside sixteen that behave.
 
 Each part sends requests of one misusing kind for a while, and prints what the others saw of it:
 their longest gap between tokens, and how many of them failed.

@@ -1,4 +1,4 @@
-"""`make chaos-network`: broken links between the roles of a server under load, as a table.
+"""`python -m tests.chaos.network`: broken links between the roles of a server under load.
 
 Head, target and drafter are nodes (raylets) of their own, and every link goes over TCP through a
 relay (relays.py) that cuts, delays, half-opens and partitions it. Slow: an hour or more.

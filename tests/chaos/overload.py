@@ -1,4 +1,4 @@
-"""`make overload`: five times the capacity for five minutes, a step of load, and a mixed soak test.
+"""`python -m tests.chaos.overload`: five times the capacity, a step of load, a mixed soak test.
 
 Each part prints its figures for docs/measurements/reliability.md. `--only overload step soak`
 picks parts; `--seconds` is the length of each.

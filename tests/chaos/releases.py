@@ -1,4 +1,4 @@
-"""`make chaos-releases`: a server under load is updated from one release's wheel to another's.
+"""`python -m tests.chaos.releases`: updates of a server under load to another release's wheel.
 
 Two wheels of this tree are made, the second with another version of the package, and once with
 another version of the protocol, too: its processes and those of the first refuse one another.

@@ -1,4 +1,4 @@
-"""`make chaos`: repeated faults in every role of a server under load, as a table of their effects.
+"""`python -m tests.chaos.table`: repeated faults in every role of a server under load.
 
 Slow: an hour or more. tests/lab/chaos/test_chaos.py tests the faults and checks that it uses.
 """

@@ -1,4 +1,4 @@
-"""A little of what `make fuzz` sends: each input is taken or refused, and nothing else happens."""
+"""A little of what `python -m tests.chaos.fuzz` sends: each input is taken or refused."""
 
 from __future__ import annotations
 

@@ -327,7 +327,9 @@ def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_nee
     ]
     assert all((ROOT / name).exists() for name in copied)
     alone = "specserve/flashinfer_kernels.py"  # of a stage that compiles
-    assert {"pyproject.toml", "locks", "README.md", "LICENSE", "specserve", alone} == set(copied)
+    assert {"pyproject.toml", "deploy/locks", "README.md", "LICENSE", "specserve", alone} == set(
+        copied
+    )
 
 
 def test_no_pin_asks_for_a_build_of_one_index() -> None:

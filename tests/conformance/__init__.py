@@ -1,1 +1,1 @@
-"""Conformance with clients of other projects: `make conformance`."""
+"""Conformance with clients of other projects: `python -m tests.conformance`."""

@@ -1,4 +1,4 @@
-"""`make conformance`: clients of other projects against real servers, as a table.
+"""`python -m tests.conformance`: clients of other projects against real servers, as a table.
 
 `python -m tests.conformance` installs each client into an environment of its own, runs its checks
 and prints the page; --quick runs the openai client of this environment against a scripted engine.

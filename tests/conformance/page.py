@@ -13,7 +13,7 @@ KNOWN: Mapping[tuple[str, str], str] = {}
 """Failures of a client's check that are understood, and why the server does not answer so."""
 INTRODUCTION = """# Clients of other projects
 
-{when}, {machine}. Command: `make conformance`.
+{when}, {machine}. Command: `python -m tests.conformance`.
 
 Each client is installed in an environment of its own, at the version in the table, and speaks HTTP
 to a server on this machine. Behind the gateway is one of two engines. *{demo}* is the demo pair by

@@ -18,7 +18,7 @@ MOST_WORDS = 45_000
 
 def test_the_pages_have_no_more_words_than_a_reader_can_read() -> None:
     words = {page: prose_words(page.read_text(encoding="utf-8")) for page in PAGES}
-    assert sum(words.values()) <= MOST_WORDS, "see `make survey`"
+    assert sum(words.values()) <= MOST_WORDS, "see `python -m tests.support.survey`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -22,7 +22,7 @@ COLUMNS = (
 )
 INTRODUCTION = """# Families of models
 
-Command: `make families`, with transformers {version}.
+Command: `python -m tests.families`, with transformers {version}.
 
 For each family a tiny checkpoint with random weights is written in the layout in which the family
 is released, and each column is tried on it:

@@ -1,6 +1,7 @@
 """Pack FlashInfer with compiled kernels in the place of their sources.
 
-For a machine with a GPU that has no nvcc and reaches no package index: `make gpu-kernels` runs it.
+For a machine with a GPU that has no nvcc and reaches no package index; `make gpu-wheels`
+runs it where GPU_ARCHITECTURES names cards.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from locks import audit
-from locks.audit import FAILED, FOUND, AuditResult, read_result
+from deploy.locks import audit
+from deploy.locks.audit import FAILED, FOUND, AuditResult, read_result
 
 WELL = {"name": "well", "version": "1.0", "vulns": []}
 VULNERABLE = {

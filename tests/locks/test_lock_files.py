@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from locks.closure import closure, runtime_requirements
-from locks.lock_file import (
+from deploy.locks.closure import closure, runtime_requirements
+from deploy.locks.lock_file import (
     FLASHINFER,
     NVCC,
     ROOT,
@@ -21,7 +21,7 @@ from locks.lock_file import (
     read_lock,
     read_pins,
 )
-from locks.write import CUDA, TOOL_NAMES, without
+from deploy.locks.write import CUDA, TOOL_NAMES, without
 from specserve.flashinfer_kernels import ARCHITECTURES
 
 LOCKS = (RUNTIME, TORCH_CPU, TORCH_CUDA, FLASHINFER, NVCC, TOOLS)

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 import specserve
-from locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CPU, TORCH_CUDA, read_lock
-from locks.sbom import bill_of_materials
+from deploy.locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CPU, TORCH_CUDA, read_lock
+from deploy.locks.sbom import bill_of_materials
 
 HASH = {
     "type": "object",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from locks import write
-from locks.lock_file import TORCH_CPU, LockedPackage, read_lock, write_lock
+from deploy.locks import write
+from deploy.locks.lock_file import TORCH_CPU, LockedPackage, read_lock, write_lock
 
 TORCH = LockedPackage("torch", "2.99.0", ("0" * 64,))
 

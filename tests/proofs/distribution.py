@@ -1,7 +1,8 @@
 """Sampled continuations of whole engines beside their exact distribution under the target.
 
-`make proofs` writes docs/measurements/proofs.md with it; tests/proofs/test_distribution.py does the
-same with fewer samples. `--quick` takes a few cases and few samples, and prints the page.
+`python -m tests.proofs.distribution` writes docs/measurements/proofs.md with it;
+tests/proofs/test_distribution.py does the same with fewer samples. `--quick` takes a few cases and
+few samples, and prints the page.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ QUICK_SAMPLES = 150
 
 INTRODUCTION = f"""# The engine writes what the target would write: sampled proofs
 
-Written by `make proofs`. Requests go through a whole engine (coordinator, scheduler, paged
-caches with prefix caching, neural drafter, target, verifier) in fp32 over tiny Llama
-checkpoints with {VOCAB} ids, some hundreds at once. Prompts, and in the `mixed` cases warps,
+Written by `python -m tests.proofs.distribution`. Requests go through a whole engine (coordinator,
+scheduler, paged caches with prefix caching, neural drafter, target, verifier) in fp32 over tiny
+Llama checkpoints with {VOCAB} ids, some hundreds at once. Prompts, and in the `mixed` cases warps,
 share every batch; pages are so few that sequences are preempted and recomputed in mid-text. No
 two requests have the same seed.
 

@@ -1,1 +1,1 @@
-"""specserve as an engine of Ray Serve LLM: `make ray-llm`, in an environment of its own."""
+"""specserve as an engine of Ray Serve LLM: run as lab/README.md says, in its own environment."""

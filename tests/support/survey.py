@@ -1,6 +1,6 @@
 """Survey a checkout: size, structure and language in numbers, for this tree or an older one.
 
-`make survey` prints a table, `make survey ARGS=ROOT` that of another checkout.
+`python -m tests.support.survey` prints a table, with ROOT that of another checkout.
 """
 
 from __future__ import annotations

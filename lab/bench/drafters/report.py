@@ -35,9 +35,9 @@ from specserve.models.checkpoints.widen import inflate
 
 TITLE = "# What each kind of drafter is worth"
 ABOUT = (
-    "`make bench-drafters` writes this page, `python -m lab.bench.drafters --only NAME` a section "
-    "of it. How each kind\nworks is in [design/drafters.md](../design/drafters.md); how the "
-    "papers' figures compare, in [reproduction.md](reproduction.md)."
+    "`python -m lab.bench.drafters` writes this page, `python -m lab.bench.drafters --only NAME` a "
+    "section of it. How each kind\nworks is in [design/drafters.md](../design/drafters.md); how "
+    "the papers' figures compare, in [reproduction.md](reproduction.md)."
 )
 PROMPT_TOKENS = 128
 ACCURACY_TEXTS = 40

@@ -64,7 +64,7 @@ def make_pair(kind: str, params: int, folder: Path, *, quick: bool) -> ComparedP
 
 
 def installation_error(python: Path) -> str | None:
-    """Return the last error of an installation that the Makefile did not finish, or None."""
+    """Return the last error of an installation that was not finished, or None."""
     home = python.parent.parent
     log = home / "install.log"
     if (home / "installed").exists() or not log.exists():

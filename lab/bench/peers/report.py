@@ -40,7 +40,7 @@ def page(
     lines = [
         "# Against what a user would pick instead",
         "",
-        "`make bench-peers`",
+        "`python -m lab.bench.peers`",
         "",
         f"{description.machine}. {description.work}",
         "",

@@ -56,6 +56,9 @@ ELSEWHERE = {
     "lab.bench.peers.summary": "tests/lab/bench/test_peers.py",
     "lab.bench.ranks": "tests/lab/bench/test_ranks.py",
     "lab.bench.ray_llm": "tests/ray_llm/test_behind_ray_llm.py: vLLM has its own Python",
+    "lab.chaos": "tests/lab/chaos/test_chaos.py: its faults and checks, on one server",
+    "lab.papers": "tests/lab/papers/test_papers.py",
+    "lab.simulate": "tests/lab/simulate/test_study.py: a smaller study",
     "lab.bench.shared_weights": "tests/lab/bench/test_shared_weights.py",
     "tests.gpu": "tests/gpu/test_rehearsal.py: each of its steps on an emulated card",
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
@@ -106,13 +109,9 @@ def test_a_command_on_ray_runs_in_its_tiny_form(
 
 
 def test_every_command_of_a_page_has_a_tiny_form_that_a_test_runs() -> None:
-    """Compare with what the pages and the Makefile say; `specserve` has tests of its own."""
+    """Compare with what the pages say; `specserve` has tests of its own."""
     known = {*IN_PROCESS, *WITH_RAY, *ELSEWHERE, *NO_TINY_FORM}
     pages = "\n".join(path.read_text(encoding="utf-8") for path in MEASURED.glob("*.md"))
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     quoted = set(re.findall(r"python -m ((?:lab|tests)\.[a-z_.]+)", pages))
-    for target in set(re.findall(r"`make ([a-z-]+)", pages)):
-        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-        quoted |= set(re.findall(r"-m ((?:lab|tests)\.[a-z_.]+)", recipe[1])) if recipe else set()
     assert quoted
     assert quoted <= known

@@ -1,4 +1,4 @@
-"""The file of `specserve simulate`: its scenarios, its errors, and the table and the JSON."""
+"""The file of `lab.simulate`: its scenarios, its errors, and the table and the JSON."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from locks.lock_file import ROOT, canonical
+from deploy.locks.lock_file import ROOT, canonical
 
 PACKAGED_EXTRAS = ("cpu",)
 """Extras of specserve that its images have."""

@@ -1,7 +1,7 @@
 """Write a bill of materials (SBOM, CycloneDX 1.6 in JSON) of what a server is made of.
 
-`make sbom` and `make dist` run it. Names, versions and hashes are those of the locks; licences and
-who needs whom are those of the packages that are installed here. Needs no network.
+`make dist` runs it. Names, versions and hashes are those of the locks; licences and who needs whom
+ are those of the packages that are installed here. Needs no network.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import specserve
-from locks.closure import closure, runtime_requirements
-from locks.lock_file import (
+from deploy.locks.closure import closure, runtime_requirements
+from deploy.locks.lock_file import (
     FLASHINFER,
     NVCC,
     ROOT,

@@ -1,8 +1,9 @@
 """Look the locked packages up in a list of known vulnerabilities, by pip-audit.
 
-`make audit` runs it in the environment of locks/tools.txt. It ends with 1 if a package has a known
-vulnerability, 2 if pip-audit failed, and 0 if there is none or the list cannot be reached; the last
-line says which. Other options are handed on, such as `--ignore-vuln ID`.
+`.venv-build/bin/python -m deploy.locks.audit` runs in the environment of deploy/locks/tools.txt,
+which `make lock` and `make dist` create. It ends with 1 if a package has a known vulnerability, 2
+if pip-audit failed, and 0 if there is none or the list cannot be reached; the last line says
+which. Other options are handed on, such as `--ignore-vuln ID`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CUDA
+from deploy.locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CUDA
 
 # torch's builds share their version, and its CPU wheels are on no list.
 AUDITED = (RUNTIME, TORCH_CUDA, FLASHINFER, NVCC)

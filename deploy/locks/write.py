@@ -1,6 +1,6 @@
 """Write the locks: each package that a server needs, with the hashes of all its files.
 
-`make lock` runs it in the environment of locks/tools.txt. The versions are those of
+`make lock` runs it in the environment of deploy/locks/tools.txt. The versions are those of
 constraints.txt; uv finds which of them a server needs, on every Python and processor, and the
 hashes. Needs the network.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
-from locks.closure import extra_requirements, runtime_requirements
-from locks.lock_file import (
+from deploy.locks.closure import extra_requirements, runtime_requirements
+from deploy.locks.lock_file import (
     FLASHINFER,
     NVCC,
     ROOT,
@@ -48,7 +48,7 @@ UV = "--universal --generate-hashes --no-header --no-annotate --quiet"
 
 RUNTIME_OPENING = """\
 What a server needs but torch, with the hashes of all files of each version. Written by `make lock`.
-  pip install --require-hashes -r locks/runtime.txt -r locks/torch-cuda.txt"""
+  pip install --require-hashes -r deploy/locks/runtime.txt -r deploy/locks/torch-cuda.txt"""
 CUDA_OPENING = """\
 torch as the package index has it for Linux, and CUDA's libraries. Written by `make lock`."""
 CPU_OPENING = """\

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-RUNTIME = ROOT / "locks/runtime.txt"
+ROOT = Path(__file__).parents[2]
+RUNTIME = ROOT / "deploy/locks/runtime.txt"
 """All that a server needs but torch, of which there are two builds."""
-TORCH_CPU = ROOT / "locks/torch-cpu.txt"
-TORCH_CUDA = ROOT / "locks/torch-cuda.txt"
-FLASHINFER = ROOT / "locks/flashinfer.txt"
+TORCH_CPU = ROOT / "deploy/locks/torch-cpu.txt"
+TORCH_CUDA = ROOT / "deploy/locks/torch-cuda.txt"
+FLASHINFER = ROOT / "deploy/locks/flashinfer.txt"
 """What images for GPUs have beside torch's build for CUDA."""
-NVCC = ROOT / "locks/nvcc.txt"
+NVCC = ROOT / "deploy/locks/nvcc.txt"
 """What compiles FlashInfer's kernels, in a stage of the images that is left behind."""
-TOOLS = ROOT / "locks/tools.txt"
+TOOLS = ROOT / "deploy/locks/tools.txt"
 """What builds, locks and audits."""
 _PACKAGE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?:\s*;\s*(?P<marker>.+))?")
 _HASH = "--hash=sha256:"
