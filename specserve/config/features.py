@@ -1,6 +1,6 @@
 """The features of this installation: folders below `features/`, which the core does not import.
 
-The core runs without any of them. Where it meets one it says `part("eagle.drafter:open_eagle")`,
+The core runs without any of them. Where it meets one it says `part("eagle.opening:open_heads")`,
 so that `grep 'part("eagle'` finds all that a feature is to the core. Without the folder the part is
 missing, and a config that asks for it is refused.
 """
@@ -64,7 +64,7 @@ def has(feature: str) -> bool:
 
 
 def part(name: str) -> Any:
-    """Return what a feature's module defines: `part("cascade.build:open_cascade")`.
+    """Return what a feature's module defines: `part("cascade.opening:open_cascade")`.
 
     Raises ConfigError if the folder of the feature is not here.
     """
