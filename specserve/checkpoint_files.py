@@ -12,7 +12,8 @@ from pathlib import Path
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part, require
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.drafters.neural.draft_runner import Translate
 from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import BadValue, TokenizerMismatch, UnsupportedModel

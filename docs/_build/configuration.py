@@ -1,6 +1,6 @@
 """Reference page of the configuration: keys, defaults, ranges and meanings.
 
-Defaults and ranges are those that `specserve/config/tree.py` declares.
+Defaults and ranges are those that `specserve/config/sections.py` declares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specserve.config.tree import Config
 INTRODUCTION = """# Configuration
 
 One tree serves `specserve serve --config FILE` (YAML), `--set a.b=c`, `LLM(**{"a.b": c})` and
-`args:` in the files of `serve deploy`. The page is made from `specserve/config/tree.py` when the
+`args:` in the files of `serve deploy`. The page is made from `specserve/config/sections.py` when the
 site is built. An unknown key is an error that names the nearest known key; null means the default.
 """
 STAGE = "draft.stages[i]"

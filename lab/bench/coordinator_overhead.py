@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from specserve.config.tree import LimitsConfig, SpeculationConfig
+from specserve.config.sections import LimitsConfig, SpeculationConfig
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
 from specserve.metrics import Registry

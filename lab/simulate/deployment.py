@@ -18,7 +18,7 @@ from lab.simulate.replica import SimulatedReplica
 from lab.simulate.scenario import Mode, Scenario
 from lab.simulate.statistics import RequestTimes, RoundTotals
 from specserve.cluster.board.autoscaling import PAGES_METRIC, first_token_policy, policy
-from specserve.config.tree import ReplicasConfig
+from specserve.config.sections import ReplicasConfig
 from specserve.errors import Overloaded
 
 SCALING_PERIOD_S = 1.0

@@ -13,7 +13,7 @@ from specserve.api.key_file import CHECK_EVERY_S, KeyFile, KeyTrouble
 from specserve.api.keys import OF_MODEL, ApiClient
 from specserve.api.metering import KeyMetrics
 from specserve.api.rates import Account, Accounts, ClientUse, UseByGateway
-from specserve.config.tree import HttpConfig
+from specserve.config.sections import HttpConfig
 from specserve.errors import KeyRevoked
 from specserve.metrics import Registry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specserve.config.features import part
-from specserve.config.tree import AdaptersConfig
+from specserve.config.sections import AdaptersConfig
 from specserve.errors import NotServed
 from specserve.types import Adapter
 

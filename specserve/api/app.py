@@ -37,7 +37,8 @@ from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
 from specserve.config.features import part
-from specserve.config.tree import Config, HttpConfig
+from specserve.config.sections import HttpConfig
+from specserve.config.tree import Config
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 

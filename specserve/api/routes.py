@@ -35,7 +35,7 @@ from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, Token
 from specserve.api.service import ModelStatus, Status
 from specserve.api.strict_model import Body, StrictModel, shown_names
 from specserve.api.template_options import parse_template_options
-from specserve.config.tree import IGNORE, REFUSE
+from specserve.config.sections import IGNORE, REFUSE
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
 from specserve.wire.version import RELEASE

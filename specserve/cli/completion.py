@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 from specserve.config.fields import all_keys
-from specserve.config.tree import DRAFT_KINDS, Config
+from specserve.config.sections import DRAFT_KINDS
+from specserve.config.tree import Config
 from specserve.types import VERIFIERS
 
 SHELLS = ("bash", "zsh", "fish")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specserve.config.tree import CacheConfig
+from specserve.config.sections import CacheConfig
 from specserve.errors import BadValue, EmptyPrompt, TooLong
 
 if TYPE_CHECKING:

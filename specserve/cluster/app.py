@@ -38,7 +38,8 @@ from specserve.cluster.placement import (
 )
 from specserve.config.features import part
 from specserve.config.hub_models import unpinned_models
-from specserve.config.tree import Config, ReplicasConfig, config_from_keys
+from specserve.config.sections import ReplicasConfig
+from specserve.config.tree import Config, config_from_keys
 from specserve.errors import SpecserveError
 
 log = logging.getLogger(__name__)

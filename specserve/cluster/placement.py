@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.checks import check_draft
 from specserve.config.features import part
 from specserve.config.model_list import deployment_suffix
-from specserve.config.tree import Config, DraftConfig, TargetConfig, check_draft
+from specserve.config.sections import DraftConfig, TargetConfig
+from specserve.config.tree import Config
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too

@@ -12,7 +12,8 @@ import torch
 
 from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS
 from specserve.config.features import part
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.drafters.after_verify import AfterVerify
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter

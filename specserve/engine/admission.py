@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from hashlib import blake2b
 
-from specserve.config.tree import SpeculationConfig
+from specserve.config.sections import SpeculationConfig
 from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.types import VERIFIERS, ModelInfo, Policy, Request, TokenRule
 

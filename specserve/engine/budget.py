@@ -9,7 +9,7 @@ import logging
 from collections import abc
 from dataclasses import dataclass
 
-from specserve.config.tree import MAX_BATCH_TOKENS
+from specserve.config.sections import MAX_BATCH_TOKENS
 
 log = logging.getLogger(__name__)
 

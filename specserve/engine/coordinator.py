@@ -19,7 +19,7 @@ import logging
 import time
 from collections import abc
 
-from specserve.config.tree import LimitsConfig, SpeculationConfig
+from specserve.config.sections import LimitsConfig, SpeculationConfig
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch, DraftedBatch
 from specserve.engine.budget import TokenBudget

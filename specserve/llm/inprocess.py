@@ -15,8 +15,9 @@ import torch
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import Checkpoints, draft_translation, find_checkpoints
+from specserve.config.checks import require_no_pool
 from specserve.config.hub_models import unpinned_models
-from specserve.config.tree import Config, require_no_pool
+from specserve.config.tree import Config
 from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange

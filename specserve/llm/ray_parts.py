@@ -23,7 +23,8 @@ from specserve.cluster.ray_session import (
     local_ray,
     require_room,
 )
-from specserve.config.tree import Config, require_no_pool
+from specserve.config.checks import require_no_pool
+from specserve.config.tree import Config
 from specserve.llm.inprocess import EngineParts
 from specserve.progress import ReportProgress
 

@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 from specserve.config.features import part
-from specserve.config.tree import (
-    MAX_BATCH_TOKENS,
-    Config,
-    DraftConfig,
-    LimitsConfig,
-    TargetConfig,
-)
+from specserve.config.sections import MAX_BATCH_TOKENS, DraftConfig, LimitsConfig, TargetConfig
+from specserve.config.tree import Config
 from specserve.errors import ConfigError
 from specserve.models.adapters import Adapters
 from specserve.models.attention import Attention

@@ -11,7 +11,7 @@ import pytest
 
 from specserve.cli.arguments import build_parser
 from specserve.cli.completion import SHELLS, script
-from specserve.config.tree import DRAFT_KINDS
+from specserve.config.sections import DRAFT_KINDS
 
 PROGRAM = """
 source /dev/stdin <<'SCRIPT'

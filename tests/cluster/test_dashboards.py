@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specserve.config.tree import LimitsConfig
+from specserve.config.sections import LimitsConfig
 from specserve.metrics import FAMILIES, MODEL_LABEL, PREFIX, MetricKind
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from specserve.cluster.board.status_board import (
     ReplicaReport,
     report_forever,
 )
-from specserve.config.tree import HttpConfig
+from specserve.config.sections import HttpConfig
 from specserve.errors import RateLimited
 from specserve.metrics import Registry, Snapshot
 

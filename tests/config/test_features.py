@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specserve.config import features
-from specserve.config.tree import DRAFT_KINDS, config_from_keys
+from specserve.config.sections import DRAFT_KINDS
+from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
 

@@ -10,13 +10,7 @@ import pytest
 import yaml
 
 from specserve.config.cascade import StageConfig
-from specserve.config.tree import (
-    DEMO,
-    Config,
-    config_from_file,
-    config_from_keys,
-    parse_override,
-)
+from specserve.config.tree import DEMO, Config, config_from_file, config_from_keys, parse_override
 from specserve.errors import ConfigError
 
 CONTRACT = {

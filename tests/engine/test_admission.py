@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.config.tree import SpeculationConfig
+from specserve.config.sections import SpeculationConfig
 from specserve.engine.admission import Admission
 from specserve.errors import BadValue
 from specserve.types import ModelInfo, Request, Speculation, TokenRule, Warp

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.config.tree import MAX_BATCH_TOKENS
+from specserve.config.sections import MAX_BATCH_TOKENS
 from specserve.engine.budget import MAX_PASS_S, MIN_TOKENS, TokenBudget
 from specserve.types import Curve
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specserve.config.tree import SpeculationConfig
+from specserve.config.sections import SpeculationConfig
 from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch

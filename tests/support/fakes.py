@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from specserve.config.tree import LimitsConfig, SpeculationConfig
+from specserve.config.sections import LimitsConfig, SpeculationConfig
 from specserve.engine import Coordinator
 from specserve.engine.trace import Round
 from specserve.types import (

@@ -16,7 +16,8 @@ from specserve import processor
 from specserve.api.tokenizer import Tokenizer
 from specserve.cli import main as cli
 from specserve.cluster.checkup import Checkup
-from specserve.config.tree import DEMO, Config, HttpConfig, config_from_keys
+from specserve.config.sections import HttpConfig
+from specserve.config.tree import DEMO, Config, config_from_keys
 from specserve.errors import ConfigError
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes

@@ -17,7 +17,8 @@ from lab.bench.peers.turn import System, TurnRequest, serve_turns
 from specserve import __version__
 from specserve.cluster.launch import deploy
 from specserve.cluster.ray_session import ray_session
-from specserve.config.tree import PLACEMENTS, Config, config_from_keys, parse_override
+from specserve.config.sections import PLACEMENTS
+from specserve.config.tree import Config, config_from_keys, parse_override
 
 GAMMAS: Mapping[str, int | str | None] = {
     "plain": 0,

@@ -39,7 +39,8 @@ from specserve.cluster.placement import (
 )
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent

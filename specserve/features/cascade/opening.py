@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specserve.config.cascade import NGRAM_KINDS
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.drafters.ngram.build import open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.tables import TrainableTable

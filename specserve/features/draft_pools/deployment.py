@@ -26,7 +26,8 @@ from specserve.cluster.engine.process_state import process_runs_on
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerReady, WorkerSite
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import FIRST_GPU
-from specserve.config.tree import MAX_BATCH_TOKENS, Config, TargetConfig
+from specserve.config.sections import MAX_BATCH_TOKENS, TargetConfig
+from specserve.config.tree import Config
 from specserve.errors import WorkerLost, first_line
 from specserve.features.draft_pools.autoscaling import DRAFTS_METRIC, ENGINES_METRIC
 from specserve.features.draft_pools.balance import HealthChecks, PoolBalance

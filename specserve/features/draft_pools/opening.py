@@ -15,7 +15,8 @@ from specserve.cluster.engine.worker_setup import (
     target_tokenizer,
     warm_up_alone,
 )
-from specserve.config.tree import Config, TargetConfig
+from specserve.config.sections import TargetConfig
+from specserve.config.tree import Config
 from specserve.drafters.base import never
 from specserve.drafters.registry import OpenDrafter, open_drafter
 from specserve.features.draft_pools.tokenizers import require_one_tokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.tree import Config, TargetConfig
+from specserve.config.sections import TargetConfig
+from specserve.config.tree import Config
 from specserve.errors import TokenizerMismatch
 from specserve.features.draft_pools.sharers import pool_sharers
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config

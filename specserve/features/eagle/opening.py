@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter, fanout_from_config
 from specserve.features.eagle.checkpoint import require_eagle_for

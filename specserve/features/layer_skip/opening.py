@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import Config
 from specserve.drafters.registry import DrafterParts, TargetVocabulary, neural_drafter
 from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.models.checkpoints.load import read_config

@@ -29,7 +29,8 @@ from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.running_engine import RunningEngine
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import bundles, with_drafts_that_fit
-from specserve.config.tree import Config, config_from_keys, require_no_pool
+from specserve.config.checks import require_no_pool
+from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
 from specserve.metrics import Registry
 from specserve.tracing import tracer_from_environment

@@ -16,7 +16,8 @@ from specserve.checkpoint_files import find_checkpoints
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part
 from specserve.config.hub_models import unpinned_models
-from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
+from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
+from specserve.config.tree import Config
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
 from specserve.tools.doctor.findings import Finding, bad, ok, warn

@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Iterator, Mapping
 
-from specserve.config.tree import HttpConfig
+from specserve.config.sections import HttpConfig
 from specserve.tools.doctor.findings import Finding, bad, ok
 
 

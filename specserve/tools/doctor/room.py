@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from specserve.config.tree import Config, DraftConfig, TargetConfig
+from specserve.config.sections import DraftConfig, TargetConfig
+from specserve.config.tree import Config
 from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.device_formats import DTYPES, FP8, resolve_dtype

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specserve.api.keys import ApiKeys
-from specserve.config.tree import HttpConfig
+from specserve.config.sections import HttpConfig
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO

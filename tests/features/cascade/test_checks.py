@@ -12,7 +12,8 @@ from specserve.cli.main import main
 from specserve.cluster.model_paths import local_models
 from specserve.cluster.placement import bundles, with_devices
 from specserve.config.hub_models import unpinned_models
-from specserve.config.tree import DEMO, DraftConfig, config_from_keys
+from specserve.config.sections import DraftConfig
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.errors import ConfigError, ModelNotFound, TokenizerMismatch
 from specserve.features.cascade.build import DEFAULT_STAGE_TOKENS, stage_token_matrix
 from tests.support import checkpoints

@@ -26,7 +26,8 @@ from lab.bench.drafters.options import SECTIONS as NAMES
 from lab.bench.drafters.options import Budget
 from lab.bench.drafters.rewriting import RewritingCorpus, has_repeats, is_name
 from lab.papers.page import Section
-from specserve.config.tree import DEMO, DRAFT_KINDS, config_from_keys
+from specserve.config.sections import DRAFT_KINDS
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.errors import ModelError
 from specserve.llm.llm import Output

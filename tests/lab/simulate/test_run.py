@@ -17,7 +17,8 @@ from lab.simulate.load import Arrival
 from lab.simulate.pass_times import LinearPassTime
 from lab.simulate.run import SimulationResult, simulate
 from lab.simulate.scenario import DeviceGroup, Mode, Scenario
-from specserve.config.tree import ReplicasConfig, config_from_keys
+from specserve.config.sections import ReplicasConfig
+from specserve.config.tree import config_from_keys
 from specserve.theory import tokens_per_round
 from specserve.types import DraftStep, Proposal
 
