@@ -1,4 +1,4 @@
-"""What drafters share that draft with the network and the cache of a target in their process."""
+"""Functions for drafters that use the network and the cache of a target in their process."""
 
 from __future__ import annotations
 

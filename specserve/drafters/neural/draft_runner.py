@@ -1,4 +1,4 @@
-"""What a drafter uses of a model: passes over the tokens of sequences, and the cache behind them.
+"""The interface of a model to a drafter: passes over the tokens of sequences, and their cache.
 
 `models.runner.Runner` is one. Another may be spoken to in other ids than its model has.
 """
