@@ -17,8 +17,9 @@ from specserve.config.tree import Config
 INTRODUCTION = """# Configuration
 
 One tree serves `specserve serve --config FILE` (YAML), `--set a.b=c`, `LLM(**{"a.b": c})` and
-`args:` in the files of `serve deploy`. The page is made from `specserve/config/sections.py` when the
-site is built. An unknown key is an error that names the nearest known key; null means the default.
+`args:` in the files of `serve deploy`. The page is made from `specserve/config/sections.py` when
+the site is built. An unknown key is an error that names the nearest known key; null means the
+default.
 """
 STAGE = "draft.stages[i]"
 

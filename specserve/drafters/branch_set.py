@@ -1,4 +1,4 @@
-"""What is prepared for the sequences of one engine. Knows no messages, no drafter and no clock."""
+"""The branches that are prepared for one engine. Knows no messages, no drafter and no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the passes of a target need of low-rank adapters (LoRA), which are a feature.
+"""The interface of low-rank adapters (LoRA), a feature, to the passes of a target.
 
 Knows steps and sequences; no files and no factors.
 """
@@ -30,7 +30,7 @@ class Adapters(Protocol):
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget sequences that have ended."""
+        """Release what sequences that have ended hold."""
         ...
 
 

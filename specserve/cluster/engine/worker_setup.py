@@ -1,4 +1,4 @@
-"""What a process with a model sets up before it serves: its device, threads and first passes."""
+"""Set-up of a process with a model before it serves: its device, threads and first passes."""
 
 from __future__ import annotations
 

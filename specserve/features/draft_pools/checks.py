@@ -1,4 +1,4 @@
-"""What the keys of draft pools may be: in one model, and in models that share a pool.
+"""Checks of the keys of draft pools: in one model, and in models that share a pool.
 
 Knows sections by name, and no devices.
 """

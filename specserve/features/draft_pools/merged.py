@@ -115,7 +115,7 @@ class MergedAnticipation:
         self._drafter.release(seq_ids)
 
     def remove_engine(self, engine: int) -> None:
-        """Forget an engine all of whose sequences are released."""
+        """Drop an engine all of whose sequences are released."""
         self.engines.pop(engine, None)
 
     def _of(self, engine: int, passes: BranchPasses) -> Anticipation:

@@ -1,4 +1,4 @@
-"""The number of a draft pool's devices, as Serve's autoscaler is told it."""
+"""The number of a draft pool's devices, as Serve's autoscaler gets it."""
 
 from __future__ import annotations
 
