@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,8 @@ from specserve.models.layers import (
 )
 
 ROWS = 64
+INNER = (64, 96, 128, 256, 320, 512, 640, 1024, 1536, 2048, 4096, 8192)
+OUTER = (32, 289, 512)
 KERNELS = ["onednn"] + ["compiled"] * (missing_for_compiled() is None)
 
 
@@ -45,8 +48,14 @@ def num_differing(a: Tensor, b: Tensor) -> int:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("outer", [32, 289, 512])
-@pytest.mark.parametrize("inner", [64, 96, 128, 256, 320, 512, 640, 1024, 1536, 2048, 4096, 8192])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        *zip(INNER, itertools.cycle(OUTER), strict=False),
+        (INNER[0], OUTER[-1]),
+        (INNER[-1], OUTER[0]),
+    ],
+)
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int) -> None:
     x, weight = cancelling_products(ROWS, inner, outer)
     layer = make_linear(weight, random_bias(outer))
