@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """A wish for the logprobs of the prompt's tokens behind the positions of a step."""
+    """A wish for the logprobs of the prompt's tokens after the positions of a step."""
 
     num_top: int  # alternatives to report beside each token
-    # The prompt's token behind those of the step; None: the prompt ends with the step.
+    # The prompt's token after those of the step; None: the prompt ends with the step.
     next_token: int | None
 
 
@@ -46,7 +46,7 @@ class PromptLogprobs:
 
     @property
     def stop(self) -> int:
-        """Position behind the last of these tokens."""
+        """Position after the last of these tokens."""
         return self.start + len(self.token)
 
     @classmethod

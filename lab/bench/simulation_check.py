@@ -294,7 +294,7 @@ def idle_seconds(run: LoopRun) -> float:
 
 
 def _pairs(run: LoopRun) -> list[tuple[Round, Round]]:
-    """Return each round of all streams with the one behind it, if that is one, too."""
+    """Return each round of all streams with the one after it, if that is one, too."""
     return [
         (earlier, later)
         for earlier, later in pairwise(full_rounds(run))

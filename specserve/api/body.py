@@ -17,7 +17,7 @@ BODY_S = 60.0
 MAX_DRAIN = 256 * 2**20
 """Bytes of a refused body that are read and dropped, so that its client comes to the answer."""
 DRAIN_S = 30.0
-"""Seconds for that. Behind either, the connection is closed and the client may see an error.
+"""Seconds for that. After either, the connection is closed and the client may see an error.
 
 HAProxy then stops reading now and then without closing its own side: a client that goes on sending,
 and sets no time limit, waits.

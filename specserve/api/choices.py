@@ -80,7 +80,7 @@ class CompletionChoice:
         rendered = self._logprobs.render(delta)
         if self._lists.is_empty:
             logprobs = to_json(rendered)
-        else:  # the first delta, behind the prompt
+        else:  # the first delta, after the prompt
             self._lists.add(rendered)
             logprobs, self._lists = "".join(self._lists.json()), JsonLists()
         return f'"text":{to_json(text)},"logprobs":{logprobs}{self.prompt_logprobs.take_member()}'

@@ -172,7 +172,7 @@ class Continuation:
         return PromptLogprobs.join(parts) if parts else None
 
     def _split_reasoning(self, tokens: Sequence[int], *, is_last: bool) -> tuple[str, str]:
-        """Return what tokens add to the reasoning, and to the text behind it."""
+        """Return what tokens add to the reasoning, and to the text after it."""
         parser = self._reasoning_parser
         if parser is None:
             text = self._detokenizer.push(tokens)

@@ -89,7 +89,7 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, file: Path) -> ApiKeys:
-        """Parse lines of `NAME KEY`, limits as `requests_per_minute=N` behind it, or of a key.
+        """Parse lines of `NAME KEY`, limits as `requests_per_minute=N` after it, or of a key.
 
         A comment begins with `#`. A file without a key is an error: every request would be
         refused.

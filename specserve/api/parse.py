@@ -439,7 +439,7 @@ def _with_reasoning(
     *,
     answer_opens: bool,
 ) -> Sampling:
-    """Let the grammar of the answer begin behind the reasoning, whose tokens may have a limit."""
+    """Let the grammar of the answer begin after the reasoning, whose tokens may have a limit."""
     budget = None if budget == -1 else budget
     if budget is not None and reasoning is None:
         raise BadValue(

@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
 GATEWAY_CPUS = 1.0
 ENGINE = "Engine"
-"""Deployment of the engines; that of each of several models has the model's name behind it."""
+"""Deployment of the engines; that of each of several models has the model's name after it."""
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 COUNTED = ("GPU", "CPU")
 FEW_GPUS = "as the cluster has no GPU for a draft apart"

@@ -82,7 +82,7 @@ class _ModeCalibrations:
 
     accepted: Calibration = field(default_factory=Calibration)  # draft tokens
     next: Calibration = field(default_factory=Calibration)  # tokens in place of a rejected one
-    bonus: Calibration = field(default_factory=Calibration)  # tokens behind all draft tokens
+    bonus: Calibration = field(default_factory=Calibration)  # tokens after all draft tokens
 
 
 class Fanout:

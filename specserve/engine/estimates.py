@@ -131,7 +131,7 @@ class CostEstimate:
         self._draft_costs: deque[float] = deque(maxlen=_MAX_WAITS)
         # Seconds of plain rounds over the warm-up's passes of as many rows; None: none was seen.
         self._plain_ratio: float | None = None
-        self.host_seconds = 0.0  # of a round with drafts, before and behind its passes
+        self.host_seconds = 0.0  # of a round with drafts, before and after its passes
         self.hit_wait = 0.0  # seconds until prepared proposals arrive
         self.hit_rate = 0.0  # share of the proposals that were prepared in advance
 

@@ -85,7 +85,7 @@ class CompileQueue:
         while not self._is_settled(job, MAX_COMPILE_S):
             pass
         if not job.result.done():
-            # Kept until it is done: a second request of it must not wait behind itself.
+            # Kept until it is done: a second request of it must not wait for itself.
             raise SpecserveError("the grammar takes too long to compile; simplify it")
         del self._jobs[grammar]
         return job.result.result()

@@ -57,7 +57,7 @@ class Network(Protocol):
 class ShareableNetwork(Network, Protocol):
     """A network whose weights a drafter may use.
 
-    If it `returns_hidden`, each row has the hidden state that the head was given behind its logits.
+    If it `returns_hidden`, each row has the hidden state that the head was given after its logits.
     With taps, each pass leaves the inputs of the tapped layers there, of all its rows.
     """
 

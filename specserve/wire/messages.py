@@ -103,7 +103,7 @@ class Verify:
 
     @property
     def wants_drafts(self) -> bool:
-        """True if a drafter in the target's process pushes proposals behind the answer."""
+        """True if a drafter in the target's process pushes proposals after the answer."""
         return any(step.gamma for step in self.steps)
 
 

@@ -170,7 +170,7 @@ def int8_is_widened(directory: Path, root: Path) -> bool:
 def is_captured(directory: Path, expected: Tensor) -> bool:
     """Return whether passes on an emulated card are captured as graphs, and replay what is right.
 
-    Each token is a pass of its own, behind the first that is captured.
+    Each token is a pass of its own, after the first that is captured.
     """
     options = ModelOptions(
         dtype="float32", device="cuda", pages=40, prefix_caching=False, attention="sdpa"

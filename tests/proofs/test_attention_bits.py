@@ -136,7 +136,7 @@ def test_a_query_s_bits_do_not_depend_on_what_is_attended_beside_it(
     for which, length in enumerate(TESTED):
         alone, start = one_by_one(paged, variant, which, kernel), length - TAIL
         for name, others in OTHERS.items():
-            # Before and behind the others.
+            # Before and after the others.
             for queries, index in itertools.product((1, 2, 5, TAIL), (0, len(others))):
                 parts = [*others[:index], (which, start, start + queries), *others[index:]]
                 out = paged.attend(parts, variant, kernel=kernel)[index]

@@ -238,9 +238,9 @@ class ReferenceHead:
     def draft(
         self, tokens: Sequence[int], taps: Tensor, chain: Sequence[int]
     ) -> Tensor:  # [1 + chain, vocab]
-        """Return the logits behind a text, and behind each token of a chain that continues it.
+        """Return the logits after a text, and after each token of a chain that continues it.
 
-        `taps` [positions, 3 * hidden] are the target's states behind all tokens but the last.
+        `taps` [positions, 3 * hidden] are the target's states after all tokens but the last.
         """
         texts = torch.tensor([*tokens, *chain])[None]
         return self.draft_many(texts, taps[None], num_drafted=len(chain))[0]
@@ -260,9 +260,9 @@ class ReferenceHead:
     def draft_block(
         self, tokens: Sequence[int], taps: Tensor, *, num_drafted: int
     ) -> Tensor:  # [num_drafted, vocab]
-        """Return the logits of a P-EAGLE head behind a text, all of one pass.
+        """Return the logits of a P-EAGLE head after a text, all of one pass.
 
-        Behind the newest token are masks, each with the mask's token and the mask's three states.
+        Masks follow the newest token, each with the mask's token and the mask's three states.
         """
         assert self.sizes.mask_token is not None
         masks = num_drafted - 1

@@ -103,7 +103,7 @@ class Relay:
     def heal(self) -> None:
         """End all faults. What was held back is delivered, as a retransmission would do.
 
-        A connection from which bytes were swallowed is cut: TCP delivers nothing behind a gap.
+        A connection from which bytes were swallowed is cut: TCP delivers nothing after a gap.
         """
         self._call(self._heal)
 

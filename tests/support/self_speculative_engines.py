@@ -308,7 +308,7 @@ class SelfSpeculativePairs(Pairs):
 
     @torch.inference_mode()
     def _eagle_logits(self, drafter: str, texts: Tensor) -> Tensor:
-        """Return the logits of a head behind each text, [texts, length] -> [texts, vocab]."""
+        """Return the logits of a head after each text, [texts, length] -> [texts, vocab]."""
         reference = self._eagles[drafter]
         states = self._target.model(texts[:, :-1], output_hidden_states=True).hidden_states
         taps = torch.cat([states[i] for i in reference.sizes.taps or ()], dim=-1)

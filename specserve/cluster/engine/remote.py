@@ -401,7 +401,7 @@ class RemoteDrafter:
 class PushedProposals:
     """Drafter that runs on rank 0 of the target, after each verification.
 
-    Its proposals arrive behind the verdicts that they continue, without a request. A round waits
+    Its proposals arrive after the verdicts that they continue, without a request. A round waits
     for them, but goes on without if they take unusually long or were lost.
     """
 
@@ -446,7 +446,7 @@ class PushedProposals:
         return [self._find(step) for step in steps]
 
     def _find(self, step: DraftStep) -> Proposal:
-        """Return the proposal behind the step; the worker itself keeps count of what it has cached.
+        """Return the proposal after the step; the worker itself keeps count of what it has cached.
 
         So all positions count as cached here, and no step repeats a token.
         """

@@ -1,4 +1,4 @@
-"""The draft tokens that a model has drawn behind a prefix, and the work that remains.
+"""The draft tokens that a model has drawn after a prefix, and the work that remains.
 
 Knows no model and no cache.
 """
@@ -59,7 +59,7 @@ class DraftState:
         )
 
     def position_logits(self, last: Tensor) -> list[PositionLogits]:
-        """Return the logits at each draft token, and `last` at the position behind them."""
+        """Return the logits at each draft token, and `last` at the position after them."""
         positions = [
             PositionLogits(draws.logits[row], self.policy, self.start + i, token)
             for i, (token, (draws, row)) in enumerate(zip(self.tokens, self.rows, strict=True))

@@ -49,7 +49,7 @@ class NgramSequence:
         self.text.write(self.num_encoder_tokens + start, tokens)
 
     def committed(self) -> TextBuffer:
-        """Return the committed tokens, behind the encoder input."""
+        """Return the committed tokens, after the encoder input."""
         return self.text.prefix(self.num_encoder_tokens + self.step.stop)
 
 

@@ -206,7 +206,7 @@ class EagleDrafter(NeuralDrafter):
 
     @property
     def can_anticipate(self) -> bool:
-        """True if it can go on behind its own draft tokens.
+        """True if it can go on after its own draft tokens.
 
         A P-EAGLE head cannot: it was trained on draft tokens whose states are the target's, or on
         masks, and has no states of its own.

@@ -62,7 +62,7 @@ class Lesson:
 
     taps: Tensor  # [rows, 3 * hidden]
     tokens: Tensor  # [rows + depths, hidden] embeddings
-    p: Tensor  # [rows + depths, draft vocabulary] behind each token
+    p: Tensor  # [rows + depths, draft vocabulary] after each token
 
     @classmethod
     @torch.no_grad()

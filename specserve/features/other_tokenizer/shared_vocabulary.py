@@ -111,7 +111,7 @@ class Speller:
         return [found.get(text) or self._longest_tokens(text) for text in texts]
 
     def _encode(self, texts: Iterable[bytes], before: str) -> dict[bytes, tuple[int, ...]]:
-        """Return what the tokenizer makes of whole texts behind `before`, where that is right."""
+        """Return what the tokenizer makes of whole texts after `before`, where that is right."""
         whole = [(text, text.decode()) for text in texts if _is_whole(text)]
         encoded = self._tokenizer.encode_many([before + decoded for _, decoded in whole])
         num_before = len(self._tokenizer.encode(before, special=False)) if before else 0
