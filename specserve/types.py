@@ -324,7 +324,7 @@ class Stats:
 class Chunk:
     """The tokens that one round committed for one request, with the statistics so far.
 
-    `start` is the number of generated tokens before these, those of earlier engines included, so
+    `start` is the number of generated tokens before these, earlier engines' tokens included, so
     that a receiver notices a chunk that was lost. `finish` comes with the last chunk. Logprobs of
     a prompt come in parts, up to the first chunk with tokens; a prompt that is computed again
     sends them again.

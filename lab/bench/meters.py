@@ -124,7 +124,7 @@ class MemoryFloor:
 
     @property
     def ratio(self) -> float:
-        """Seconds of a step over those of a read."""
+        """Seconds of a step over the seconds of a read."""
         return median(self.steps) / median(self.reads)
 
 

@@ -2,7 +2,7 @@
 
 Real coordinators, links and pool workers, each in a process of its own. Devices are declared: a
 pass sleeps for as long as it is said to take, so that devices which this machine lacks do not share
-its cores. Texts and accepted tokens are those of `python -m lab.simulate`.
+its cores. Texts and accepted tokens are simulated as by `python -m lab.simulate`.
 """
 
 from __future__ import annotations

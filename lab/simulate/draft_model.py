@@ -35,7 +35,7 @@ class _Task:
 
 
 class DraftedTexts(Protocol):
-    """The texts that are drafted: an `AcceptanceModel`, or those of a pool's engines."""
+    """The texts that are drafted: an `AcceptanceModel`, or the texts of a pool's engines."""
 
     def draft_tokens(self, seq_id: int, start: int, stop: int, *, depth: int) -> list[int]: ...
     def likeliest(

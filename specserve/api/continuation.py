@@ -178,7 +178,7 @@ class Continuation:
             text = self._detokenizer.push(tokens)
             return "", text + (self._detokenizer.finish() if is_last else "")
         parts = []
-        for token in tokens:  # one by one, so that those of the reasoning can be counted
+        for token in tokens:  # one by one, so that the reasoning's can be counted
             if self._detokenizer.hit_stop_string:
                 break
             self.num_reasoning_tokens += parser.is_reasoning

@@ -32,7 +32,7 @@ from specserve.types import Adapter, Speculation
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
 MAX_LOGPROBS = 3_000_000
-"""Logprobs of one response, of some 70 bytes each, that is not streamed; those of its prompts,
+"""Logprobs of one response, of some 70 bytes each, that is not streamed; logprobs of its prompts,
 which are sent at once, streamed or not.
 """
 MAX_TOKENIZE_CHARS = 100_000

@@ -148,7 +148,7 @@ def _first_gpus(config: Config) -> float:
 def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...], int]:
     """Return the bundles that must fit at the start, and how many times.
 
-    Those of several models stand together, each with its model's name.
+    Deployments of several models stand together, each with its model's name.
     """
     if not config.models:
         return bundles(config, has_gpus=has_gpus), max(1, config.replicas.min)

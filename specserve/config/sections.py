@@ -195,7 +195,7 @@ class WeightsConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
-    """Low-rank adapters (LoRA) of the target; a request names one in a suffix of the model's name."""
+    """Low-rank adapters (LoRA) of the target; a request names one in a suffix of its model name."""
 
     paths: Mapping[str, str] = setting({}, labels())  # directories by name
     memory_mb: int = setting(256, integer(1, 2**20))  # of each rank, for those that are loaded

@@ -53,7 +53,7 @@ class Calibration:
         return calibrated
 
     def observe(self, estimates: Reals, true: Flags, rows: NDArray[np.int64]) -> None:
-        """Record which events came true; those of one outcome have one row number.
+        """Record which events came true; events of one outcome have one row number.
 
         Earlier observations decay once an outcome, in its buckets only.
         """

@@ -135,7 +135,7 @@ def _without_drafts(
 
 
 def _of_sequences(rankings: Rankings, counts: Sequence[int]) -> list[Rankings]:
-    """Divide the rankings of all positions into those of each sequence."""
+    """Divide the rankings of all positions into each sequence's."""
     stops = np.cumsum(counts)
     return [
         Rankings(

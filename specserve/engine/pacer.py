@@ -55,7 +55,7 @@ class Decision:
     verify_seconds: float  # of such a round
     plain_seconds: float  # of a round without drafts
     pass_seconds: float  # of one draft pass
-    gain: float  # expected tokens a second, over those of plain decoding
+    gain: float  # expected tokens a second, over the rate of plain decoding
 
 
 class Pacer:

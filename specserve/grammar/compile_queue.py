@@ -18,7 +18,7 @@ from specserve.errors import SpecserveError
 from specserve.types import Grammar
 
 MAX_COMPILE_S = 2.0
-"""Seconds of one grammar, not counting those of grammars before it.
+"""Seconds of one grammar, not counting the seconds of grammars before it.
 
 The dearest known that passes the check takes 0.06 s. The library cannot be interrupted: the thread
 goes on, within the library's own limits, and the next grammar begins when it is done.

@@ -195,7 +195,7 @@ class GrammarStates:
     def _text_update(self, step: DraftStep | VerifyStep, lookup: TokenLookup) -> TextUpdate:
         """Return what the step changes in the text that its grammar constrains.
 
-        Tokens that no step has brought here, such as those of a cached prefix, are looked up.
+        Tokens that no step has brought here, such as the tokens of a cached prefix, are looked up.
         """
         grammar, matcher = self._grammars.get(step.seq_id), self._matchers.get(step.seq_id)
         assert grammar is not None, (

@@ -148,7 +148,7 @@ class PagedCache:
         )
 
     def begin(self, seq_id: int, salt: bytes) -> None:
-        """Start a sequence that shares pages with those of the same salt, unless it is there."""
+        """Start a sequence that shares pages with others of the same salt, unless it is there."""
         if seq_id not in self._sequences:
             self._add_sequence(seq_id).salt = salt
 
@@ -181,7 +181,7 @@ class PagedCache:
         sequence.tokens.extend(tokens)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back: drop cached positions past `length`, such as those of rejected draft tokens.
+        """Roll back: drop cached positions past `length`, such as rejected draft tokens'.
 
         Whole pages are freed at once. Everything below `length` counts as committed from then on.
         Raises ValueError if fewer than `length` positions are cached.

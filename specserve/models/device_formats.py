@@ -115,7 +115,7 @@ def codes_kept(
 ) -> Codes | None:
     """Return which quantised weights linear layers compute with as they are; None: with none.
 
-    They are those of the checkpoint, or what its weights are rounded to as they are read.
+    They are the checkpoint's, or what its weights are rounded to as they are read.
     """
     if device.type == "cpu":
         return Codes.INTEGERS if runs_compiled(kernel, dtype, device) else None

@@ -73,7 +73,7 @@ def row_keys(
 def stage_seed(seed: int, round: int, stage: int) -> int:
     """Return the seed of one cascade stage in one round.
 
-    Its purposes and positions are then disjoint from those of every other stage.
+    Its purposes and positions are then disjoint from every other stage's.
     """
     key = _mix64(_mix64(seed_array([seed])) ^ np.uint64(round))
     return int(_mix64(key ^ np.uint64(stage + 1))[0])

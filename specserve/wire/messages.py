@@ -67,7 +67,7 @@ class Propose:
     deadline: float  # seconds from now, since clocks differ between hosts
     steps: tuple[DraftStep, ...]
     released: tuple[int, ...] = ()
-    hidden: tuple[HiddenStates, ...] = ()  # for a head that reads them; those of the last verdicts
+    hidden: tuple[HiddenStates, ...] = ()  # for a head that reads them; the last verdicts' states
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """EAGLE-3 heads for tests: files as they are published, and what a head computes, by torch alone.
 
-Nothing here comes from the code under test. The names and keys of the files are those of SpecForge
-(LlamaForCausalLMEagle3) and of speculators 0.3 (Eagle3Speculator). Those of P-EAGLE heads are of
-speculators (its models/peagle at c05b95b, August 2026) and of what vLLM reads besides (its
+Nothing here comes from the code under test. The names and keys of the files come from SpecForge
+(LlamaForCausalLMEagle3) and from speculators 0.3 (Eagle3Speculator). Names of P-EAGLE heads come
+from speculators (its models/peagle at c05b95b, August 2026) and from what vLLM reads besides (its
 models/llama_eagle3.py): `ptd_token_id`, and `mask_hidden` of two dimensions.
 """
 
@@ -45,7 +45,7 @@ class HeadSizes:
 
 
 def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
-    """Write a head as SpecForge saves it; `keys` replace those of config.json."""
+    """Write a head as SpecForge saves it; `keys` replace keys of config.json."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
@@ -89,7 +89,7 @@ def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys:
 
 
 def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
-    """Write a head as speculators saves it; `keys` replace those of config.json."""
+    """Write a head as speculators saves it; `keys` replace keys of config.json."""
     layer = {
         "attention_bias": False,
         "head_dim": sizes.hidden_size // sizes.num_heads,

@@ -1,6 +1,6 @@
 """The exact distribution of short continuations, by enumeration of all of them.
 
-Logits are those of the library's own model in float64. Nothing here comes from the code under test
+Logits are from the library's own model in float64. Nothing here comes from the code under test
 but the names of the parameters.
 """
 

@@ -246,7 +246,7 @@ class RemoteDrafter:
         """Do nothing: rounds go on without draft tokens."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """Propose draft tokens for the steps: the prepared ones, or else those of the worker.
+        """Propose draft tokens for the steps: the prepared ones, or else the worker's answer.
 
         Sends the request before returning, unless the previous answer is still outstanding; then it
         is sent when that answer arrives.

@@ -36,8 +36,8 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
 
     Calls that are no generations go to the least busy engine. A call gets the engine that was
     chosen for it. Serve would look it up by an id that all calls of one HTTP request share, such as
-    those of its several prompts, and find only the first; or, in order of arrival, give the engine
-    to a call that waits for another engine's answer.
+    the calls for its several prompts, and find only the first; or, in order of arrival, give the
+    engine to a call that waits for another engine's answer.
     """
 
     # Serve calls it once, with the keyword arguments of the deployment.

@@ -84,7 +84,7 @@ class DraftTask:
         return self.written.stop + max(self.num_wanted - 1, 0)
 
     def max_new_pages(self, page_size: int) -> int:
-        """Return the pages that the task may take, including those of the encoder input."""
+        """Return the pages that the task may take, including the encoder input's."""
         pages = max_new_pages(self.written.start, self.final_length, page_size)
         return pages + -(-len(self.prefill.encoder_input) // page_size)
 

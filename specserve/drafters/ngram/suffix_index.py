@@ -91,7 +91,7 @@ class SuffixIndex:
     def next_tokens(self, width: int) -> list[int]:
         """Return up to `width` tokens that followed endings like the text's own.
 
-        They are those of the nearest positions in order, longest match first, latest first among
+        The tokens of the nearest positions come in order, longest match first, latest first among
         equally long ones.
         """
         if not self.tokens:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from specserve.types import Proposal
 
 MEAN_WEIGHT = 0.1
-"""Weight of the newest answers in the mean wait for those of which nothing was prepared."""
+"""Weight of the newest answers in the mean wait for answers of which nothing was prepared."""
 
 
 class DraftLoad:

@@ -68,7 +68,7 @@ class BlockDrafting:
             self._draw(drawing, logits)
 
     def write_states(self, steps: Sequence[Step]) -> None:
-        """Write the states that the rows of a pass read: the target's, and those of the masks."""
+        """Write the states that the rows of a pass read: the target's and the masks'."""
         stops = [step.stop - self._num_masks.get(step.seq_id, 0) for step in steps]
         self._states.store(
             [

@@ -97,7 +97,7 @@ class EagleInfo:
     def taps(self, num_layers: int) -> tuple[int, ...]:
         """Return the tapped layers of a target with so many layers.
 
-        A config that names none means those of the paper's code: early, middle and late.
+        A config that names none means the layers of the paper's code: early, middle and late.
         """
         return self.tapped_layers or (2, num_layers // 2, num_layers - 3)
 

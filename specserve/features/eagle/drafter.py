@@ -38,7 +38,7 @@ from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, Proposal, Step
 
 PAGES_FOR_BRANCHES = 2 * MAX_BRANCHES
-"""Pages of a head apart beside those of its sequences: each branch takes one or two."""
+"""Pages of a head apart beside its sequences' pages: each branch takes one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EagleDrafter(NeuralDrafter):
     def __init__(
         self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
     ) -> None:
-        """Create a drafter; `options` are those of `NeuralDrafter`.
+        """Create a drafter; `options` are as for `NeuralDrafter`.
 
         With a mask row it drafts all tokens in one pass.
         """

@@ -28,8 +28,8 @@ OWN, TARGETS = 0.0, 1.0
 class TargetStates:
     """The target's states that have arrived and are not in the cache yet.
 
-    Those of positions that a prefix cache of the target has attached never arrive. Rows that follow
-    such a position are computed and not attended to.
+    States of positions that a prefix cache of the target has attached never arrive. Rows that
+    follow such a position are computed and not attended to.
     """
 
     def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
@@ -41,7 +41,7 @@ class TargetStates:
     def receive(self, hidden: Sequence[HiddenRows]) -> None:
         """Keep new states of the target, joined into the head's own width.
 
-        They replace those of the same and of later positions of their sequences.
+        They replace the states of the same and of later positions of their sequences.
         """
         if not hidden:
             return

@@ -1,6 +1,6 @@
 """A draft model with another tokenizer, run in the target's ids and positions.
 
-Its logits are those of the tokens that both share; the others have none. So penalties, biases,
+Its logits are of the tokens that both share; the others have none. So penalties, biases,
 grammars and noise, which all go by the target's ids, work as for any draft model, and q is what a
 draft token was really drawn from. Knows no requests.
 """

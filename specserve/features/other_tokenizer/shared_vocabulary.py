@@ -101,7 +101,7 @@ class Speller:
     def spell_many(self, texts: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Return the tokens of each text; what has none is left out.
 
-        They are those of the tokenizer where their bytes are the text's. It may put a space before
+        They are the tokenizer's where their bytes are the text's. It may put a space before
         a text, and takes no part of a character: otherwise the longest tokens that fit are taken.
         """
         found: dict[bytes, tuple[int, ...]] = {}

@@ -108,7 +108,7 @@ class FlashInferAttention:
         )
         plan = self._plans.get(layout.runs, kind)
         scales: dict[str, float] = {}
-        if keys.dtype == FLOAT8:  # the plan's are those of all layers
+        if keys.dtype == FLOAT8:  # the plan's serve all layers
             scales = {"k_scale": variant.scales.keys, "v_scale": variant.scales.values}
         return plan.wrapper.run(q.contiguous(), pools, **scales)  # type: ignore[no-any-return]
 

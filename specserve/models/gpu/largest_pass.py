@@ -20,7 +20,7 @@ DEAREST = Warp(temperature=0.7, top_p=0.9)
 
 @dataclass(frozen=True, slots=True)
 class LargestPass:
-    """The sizes of a pass: sequences, the rows of each, and those of them that have logits."""
+    """The sizes of a pass: sequences, the rows of each, and how many rows have logits."""
 
     num_sequences: int
     rows: int

@@ -3,7 +3,7 @@
 A pass of decoding needs the tokens of the pass before it, and they are on the card. So the card
 goes on while the host reads them, commits them and sends them out. Which sequences go on, the next
 steps say: a step (seq, start, tokens) that continues the pass ahead takes its row from it, and the
-rows of all others are dropped. The messages of a round are those of any other target.
+rows of all others are dropped. The messages of a round are as for any other target.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A stand-in of FlashInfer on emulated cards, with the checks of the original.
 
-The checks are those of its `prefill.py` and `sampling.py` of August 2026.
+The checks are from its `prefill.py` and `sampling.py` of August 2026.
 """
 
 from __future__ import annotations
