@@ -55,7 +55,7 @@ class CurvePassTime:
         return self.scale * of_rows + self.per_row * further
 
     def fitted_to(self, one: LoopRun, many: LoopRun, *, rows: int) -> CurvePassTime:
-        """Return it with the seconds of runs whose passes have so many rows a sequence."""
+        """Return it with the seconds of runs whose passes have `rows` rows a sequence."""
         count = num_streams(many)
         of_one, of_many = (median(one.seconds for one in target_passes(run)) for run in (one, many))
         scaled = replace(self, scale=of_one / self.seconds(rows, 1, 0))

@@ -40,7 +40,7 @@ class PromptLogprobsJson:
         self._parts: list[str] = []
 
     def add(self, logprobs: PromptLogprobs) -> Iterator[None]:
-        """Render the logprobs, a block at each step; nothing if they were not asked for."""
+        """Render the logprobs, a block at each step; nothing if they were not requested."""
         if self._num_top is None:
             return
         self._parts.append("null")

@@ -52,7 +52,7 @@ class TokenBudget:
         return cls(tokens, is_fixed=False)
 
     def for_prompts(self, pending: int) -> int:
-        """Return the positions that prompts with so many pending tokens get in any case."""
+        """Return the positions that prompts with that many pending tokens get in any case."""
         return min(pending, max(1, self.tokens // 4))
 
     def limit(self, num_decoding: int, *, prompts: int) -> int:

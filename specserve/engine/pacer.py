@@ -97,7 +97,7 @@ class Pacer:
         return math.inf if self._fixed is not None else self.decision.deadline
 
     def expected_rate(self, num_sequences: int) -> float:
-        """Return the tokens a second of the best choice for so many sequences."""
+        """Return the tokens a second of the best choice for that many sequences."""
         return float(self._rates(num_sequences, self.acceptance.profile.cumprod()).max())
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:

@@ -104,7 +104,7 @@ def encoder_inputs(prompts: abc.Sequence[PendingPrompt], *, budget: int) -> list
 
 
 def share(pending: abc.Sequence[int], *, budget: int) -> list[int]:
-    """Split the budget among prompts with so many tokens left.
+    """Split the budget among prompts with these numbers of tokens left.
 
     One half is split in equal parts, and what short prompts leave of it, or rounding does, goes to
     those with the fewest tokens left: a short prompt does not wait for long ones. The other half

@@ -20,8 +20,8 @@ from specserve.types import Grammar
 MAX_COMPILE_S = 2.0
 """Seconds of one grammar, not counting the seconds of grammars before it.
 
-The dearest known that passes the check takes 0.06 s. The library cannot be interrupted: the thread
-goes on, within the library's own limits, and the next grammar begins when it is done.
+The most expensive one known that passes the check takes 0.06 s. The library cannot be interrupted:
+the thread goes on, within the library's own limits, and the next grammar begins when it is done.
 """
 GRACE_S = 0.02
 """Time from its request on for which a pass waits for a grammar. Most take a millisecond or two."""

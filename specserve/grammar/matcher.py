@@ -252,7 +252,8 @@ def mask_texts(
     """Return the bits after each text and after each of its draft tokens.
 
     Rows after a draft token that is forbidden, or that ends the text, allow every token. Texts
-    that were quick the last time go first, so that one dear grammar takes the time of no other.
+    that were quick the last time go first, so that one expensive grammar takes the time of no
+    other.
     """
     ends = list(accumulate((len(drafts) + 1 for _, drafts in asked), initial=0))
     bits = np.full((ends[-1], compiler.words), -1, np.int32)

@@ -46,7 +46,7 @@ class Output:
     prompt_token_ids: tuple[int, ...] = ()
     index: int = 0  # among the n of its prompt
     error: SpecserveError | None = None
-    # One for each token of the prompt, None for the first, if they were asked for.
+    # One for each token of the prompt, None for the first, if they were requested.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 

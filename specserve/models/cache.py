@@ -78,7 +78,7 @@ class PagedCache:
         state_width: int = 0,
         scales: Sequence[PageScales] = (),
     ) -> None:
-        """Create a cache; with a `state_width` each slot also has a state of so many numbers.
+        """Create a cache; with a `state_width` each slot also has a state of that many numbers.
 
         Pages of FP8 numbers have `scales`, one pair a layer; without them all are 1.
         """
@@ -100,7 +100,7 @@ class PagedCache:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Empty the cache and give it so many pages, in the same lists of tensors."""
+        """Empty the cache and give it that many pages, in the same lists of tensors."""
         self.num_pages = num_pages
         for tensors in (self.keys, self.values, self._pools):
             tensors.clear()  # before there are new ones

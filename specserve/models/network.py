@@ -50,7 +50,7 @@ class Network(Protocol):
     def logits_in_parts(
         self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Run one pass, and yield the logits of each part of its rows when they are asked for."""
+        """Run one pass, and yield the logits of each part of its rows when they are requested."""
         ...
 
 

@@ -209,7 +209,7 @@ class Planner:
         return [Layout(*of_pass) for of_pass in of_passes]
 
     def _is_bucket(self, queries: int) -> bool:
-        """Return whether runs of so many rows keep their shape: short ones, and some long ones."""
+        """Return whether runs of that many rows keep their shape: short ones and some long ones."""
         return queries <= MAX_BATCHED_QUERIES or self._bucket(1, queries) == (1, queries)
 
     def _bucket(self, seqs: int, queries: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 Two wheels of this tree are made, the second with another version of the package, and once with
 another version of the protocol, too: its processes and the first's refuse one another.
 With --earlier REF the first wheel is that of an earlier commit. `serve deploy` goes from one to the
-other and back, with two engines and two gateways, and so many updates of each kind.
+other and back, with two engines and two gateways, and a number of updates of each kind.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Relay:
         return through(address, self.port)
 
     def delay(self, seconds: float, *directions: Direction) -> None:
-        """Deliver all that comes from now on so much later; 0 ends the delay alone."""
+        """Deliver all that comes from now on that much later; 0 ends the delay alone."""
         self._call(lambda: self._delays.update(dict.fromkeys(directions or DIRECTIONS, seconds)))
 
     def swallow(self, *directions: Direction) -> None:

@@ -109,7 +109,7 @@ class SelfSpeculativeEngine(Engine):
 class EagleEngine(Engine):
     """An engine whose drafter runs an EAGLE-3 head on the target's states, with pages of its own.
 
-    There are so many that a preempted sequence finds its states again.
+    There are enough of them that a preempted sequence finds its states again.
     """
 
     def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:

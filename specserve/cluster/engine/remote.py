@@ -197,7 +197,7 @@ class RemoteDrafter:
 
     A round whose proposals have all been prepared uses them and does not wait for its answer. A
     drafter that is away, or takes unusually long, gives no draft tokens, and no round waits for it.
-    It is asked again once it has answered.
+    It is called again once it has answered.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class RemoteDrafter:
     def _find(self, step: DraftStep) -> Proposal | None:
         """Return the prepared proposal for a step, or None.
 
-        A proposal prepared for a smaller gamma is not used: the worker is asked instead. A step
+        A proposal prepared for a smaller gamma is not used: the worker is called instead. A step
         with gamma 0 needs no answer, since its tokens can be prefilled at any time.
         """
         if not step.gamma:

@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 LAST_CHUNK_S = 1.0
 FULL_RETRY_S = 0.5
 """Time between two attempts to resume a request while every queue is full."""
-# While engines refuse requests, as many are sent to them as have ended, and one more each so many
-# seconds; others are refused here. An engine's refusal takes long beside its other work, and a
-# flood of them would take its time from the requests that it serves.
+# While engines refuse requests, as many are sent to them as have ended, and one more every
+# PROBE_EVERY_S seconds; others are refused here. An engine's refusal takes long beside its other
+# work, and a flood of them would take its time from the requests that it serves.
 PROBE_EVERY_S = 2.0
 FULL_FOR_S = 4.0
 """Seconds after the last refusal of an engine, from which on all requests are sent again."""

@@ -150,7 +150,7 @@ def _of_this_release(replicas: list[RunningReplica]) -> list[RunningReplica]:
     """Return the replicas that speak this version of the protocol, if any is known to.
 
     In an update the others refuse what this gateway sends. One that has not reported yet is only
-    asked if none of this version is there.
+    called if none of this version is there.
     """
     versions = [(replica.routing_stats or {}).get(PROTOCOL) for replica in replicas]
     for wanted in (VERSION, None):

@@ -95,7 +95,7 @@ class EagleInfo:
             raise ModelError(f"{file} is no config of an EAGLE-3 head: {error}") from error
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return the tapped layers of a target with so many layers.
+        """Return the tapped layers of a target with that many layers.
 
         A config that names none means the layers of the paper's code: early, middle and late.
         """

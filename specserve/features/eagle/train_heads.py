@@ -28,7 +28,7 @@ from specserve.progress import ReportProgress
 WINDOW = 512
 """Tokens in one pass of the target."""
 HELD_OUT = 20
-"""One window in so many is held out."""
+"""One window in that many is held out."""
 EVALUATED = 32
 """Held-out windows that are evaluated, at most."""
 POSITIONS = 256

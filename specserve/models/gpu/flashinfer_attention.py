@@ -113,7 +113,7 @@ class FlashInferAttention:
         return plan.wrapper.run(q.contiguous(), pools, **scales)  # type: ignore[no-any-return]
 
     def make_room(self, *, seqs: int, pages: int, device: torch.device) -> None:
-        """Make room for the lists of captured passes of so many sequences and pages."""
+        """Make room for the lists of captured passes of that many sequences and pages."""
         self._plans.buffers = GraphBuffers.with_room(seqs, pages, device)
 
     def plan_graph(self, runs: Runs) -> None:

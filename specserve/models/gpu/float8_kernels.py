@@ -16,7 +16,7 @@ from specserve.errors import first_line
 from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8, Float8Weight
 
 MULTIPLE = 16
-"""The kernels take matrices whose rows and columns are so many or a multiple of it."""
+"""The kernels take matrices whose rows and columns are this number or a multiple of it."""
 CAPABILITY = (8, 9)
 """Compute capability of the first cards that multiply FP8: Ada, then Hopper (9.0)."""
 SMALLEST_SCALE = 2.0**-100

@@ -32,7 +32,7 @@ DRAFT = DraftStep(3, 0, (1, 2), 2, POLICY)
 
 
 class Client:
-    """Client with prepared answers, which records the messages that it was asked."""
+    """Client with prepared answers, which records the messages that it received."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

@@ -38,7 +38,7 @@ def step(seq_id: int, length: int, *, start: int = 0, gamma: int = 2) -> DraftSt
 
 
 class RecordingDrafter:
-    """A drafter that answers with its sequences' ids, and records what it was asked."""
+    """A drafter that answers with its sequences' ids, and records what was requested."""
 
     def __init__(self) -> None:
         self.batches: list[list[DraftStep]] = []

@@ -56,7 +56,7 @@ class Anticipating:
         self.text += [*drafts, token]
 
     def prepared(self, accepted: int) -> int:
-        """Return a next token for which a proposal is prepared after so many draft tokens."""
+        """Return a next token for which a proposal is prepared after that many draft tokens."""
         branches = self.anticipation._branches.prepared[SEQ].branches
         return next(token for depth, token in branches if depth == accepted)
 

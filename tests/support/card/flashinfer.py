@@ -294,7 +294,7 @@ def installed(
     graph_rows: tuple[int, ...] = FEW_ROWS,
     sampling_is_compiled: bool = True,
 ) -> Iterator[None]:
-    """Let `import flashinfer` find the stand-in, and graphs be captured for so many rows."""
+    """Let `import flashinfer` find the stand-in, and graphs be captured for that many rows."""
 
     class Wrapper(FlashInferWrapper):
         pass

@@ -568,5 +568,5 @@ def _store_lanes(code: Any, value: Any, array: Any, row: Any) -> None:
 
 
 def rows_of_a_run(shared: int) -> int:
-    """Return the rows that a run may have, with so many query heads to a key head."""
+    """Return the rows that a run may have, with that many query heads to a key head."""
     return max(1, RUN_ROWS // shared)
