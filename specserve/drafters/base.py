@@ -78,14 +78,14 @@ class ForkableDrafter(ResumableDrafter, Protocol):
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return forecasts for the last proposal of each sequence, at most `width` tokens each.
 
         It may take a pass, because the position after the last draft token has not been computed.
         The same pass writes the tokens of `undrafted` steps, which got no draft tokens: of their
         outcomes only the next token is open. The drafter may give one draft token to each of the
-        `riders` as well; those go on from there when they are drafted for.
+        `extra_steps` as well; those go on from there when they are drafted for.
         """
         ...
 

@@ -42,7 +42,7 @@ class BranchBudget:
         return int(self.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
 
     @property
-    def max_riders(self) -> int:
+    def max_extra_steps(self) -> int:
         """Number of branches in a pass for a message that make it hardly longer, as measured."""
         if not self._pass_seconds:
             return MIN_BRANCHES

@@ -104,12 +104,12 @@ class NeuralDrafter:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return forecasts, after one pass that writes all last tokens.
 
-        A sequence that does not fit, or has no draft tokens and no step, has no forecast. Riders
-        under a grammar wait for their own pass.
+        A sequence that does not fit, or has no draft tokens and no step, has no forecast. Extra
+        steps under a grammar wait for their own pass.
         """
         tasks = self._undrafted_tasks(undrafted)
         states = {
@@ -126,16 +126,16 @@ class NeuralDrafter:
         ]
         if not tasks:
             return []
-        riding = self._riding_tasks(riders, beside=tasks)
-        logits = self._shared(self._prefill([*tasks, *riding]))  # before the history is looked at
-        sampler = self._sampler([*tasks, *riding])
+        extra = self._extra_tasks(extra_steps, beside=tasks)
+        logits = self._shared(self._prefill([*tasks, *extra]))  # before the history is looked at
+        sampler = self._sampler([*tasks, *extra])
         sampler.draw(
             self._constrained.mask_logits(
-                [self.grammar_states.get(task.seq_id) for task in (*tasks, *riding)], logits
+                [self.grammar_states.get(task.seq_id) for task in (*tasks, *extra)], logits
             )
         )
-        if riding:
-            self._store_draws(riding, sampler, first_row=len(tasks))
+        if extra:
+            self._store_draws(extra, sampler, first_row=len(tasks))
         rankings = rank_next_tokens(
             [
                 task.state.position_logits(sampler.draws[0].logits[row])
@@ -215,7 +215,7 @@ class NeuralDrafter:
             # Nothing was forked. Steps of the branches leave a gap and get empty proposals.
             return
 
-    def _riding_tasks(
+    def _extra_tasks(
         self, steps: Sequence[DraftStep], *, beside: Sequence[DraftTask]
     ) -> list[DraftTask]:
         """Return the tasks that get one draft token in the pass of others."""

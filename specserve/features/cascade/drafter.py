@@ -105,7 +105,7 @@ class CascadeDrafter:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return the forecasts of the largest drafter, which takes one pass for all of them."""
         drafted = [

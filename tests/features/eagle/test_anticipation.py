@@ -118,7 +118,7 @@ def test_a_miss_behind_a_hit_is_drafted_from_the_targets_states_alone(
     head.pair.target.release([SEQ])
     head.anticipation.prepare(lambda: True)
     assert head.pair.drafter.runner.cache.num_used == 0
-    assert not head.pair.drafter._num_firm
+    assert not head.pair.drafter._num_certain
     assert not head.pair.drafter._target_states._kept
 
 
