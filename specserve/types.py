@@ -245,7 +245,7 @@ class VerifyStep:
     def scored_tokens(self) -> tuple[int, ...]:
         """Tokens of the prompt whose logprobs are wanted: one after each position, from `start`.
 
-        After the last position of the prompt there is none.
+        No token follows the last position of the prompt.
         """
         if self.scoring is None:
             return ()

@@ -32,9 +32,9 @@ def distinct_prompts(
 ) -> list[PendingPrompt]:
     """Return the prompts that are prefilled in this round, in order of arrival.
 
-    Of those whose next page is the same, the one with the fewest tokens left takes part, in the
-    place of the oldest. The others attach the page afterwards. Whether they wait is decided in
-    each round for itself, so that no sequence waits for one that has gone.
+    Only one of several prompts with the same next page takes part: the one with the fewest tokens
+    left, in the place of the oldest. The others attach the page afterwards. Whether they wait is
+    decided in each round for itself, so that no sequence waits for one that has gone.
     """
     if prefixes is None:
         return [PendingPrompt(sequence, gamma) for sequence, gamma in pairs]

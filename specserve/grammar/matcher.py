@@ -170,7 +170,7 @@ class GrammarMatcher:
     def bits(self) -> Bits:  # [words]
         """Return the bits of the tokens that may come next.
 
-        After the end only another end token may come; with an error, none.
+        Only another end token may come after the end, and no token after an error.
         """
         if self._bits is None:
             self._bits = np.zeros((1, self._compiler.words), np.int32)

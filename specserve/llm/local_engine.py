@@ -229,7 +229,7 @@ class PendingOutput:
 
     def take(self) -> OutputDelta | None:
         """Return what came since the last call as one delta; None if nothing did."""
-        # After a stop string come empty ones.
+        # Empty pieces come after a stop string.
         pieces = [piece for piece in self._pieces[self._num_taken :] if piece != OutputDelta("")]
         if self._num_taken == 0 and self._echo and pieces:
             pieces = [OutputDelta(self._echo), *pieces]

@@ -71,7 +71,7 @@ class Shard:
         """Return the sum over the ranks, on CPUs added in rank order; `partial` is lost.
 
         An all-reduce of three ranks or more adds in an order that depends on the number of rows, as
-        the products of GPUs do anyway. Of two ranks there is one addition, and no order.
+        the products of GPUs do anyway. Two ranks take one addition, which has no order.
         """
         if self.size <= 2 or partial.is_cuda:
             dist.all_reduce(partial, group=self.group)

@@ -109,7 +109,7 @@ def exponential(keys: Tensor, ids: Tensor) -> Tensor:
 def rows_per_chunk(like: Tensor) -> int:
     """Return how many rows of such a tensor to process at once.
 
-    On a CPU these are so few that the chunk stays in a core's cache.
+    The rows on a CPU are so few that the chunk stays in a core's cache.
     """
     rows, width = like.shape
     return max(1, _SCRATCH // width if like.device.type == "cpu" else rows)

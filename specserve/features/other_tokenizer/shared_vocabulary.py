@@ -138,7 +138,7 @@ class Speller:
 def _ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
     """Return the ids of tokens with text, by their bytes.
 
-    Of several tokens with equal bytes an ordinary one is before one for a lone byte.
+    An ordinary token is before one for a lone byte with equal bytes.
     """
     ordered = sorted(tokenizer.token_ids, key=lambda token: (tokenizer.is_lone_byte(token), token))
     found: dict[bytes, int] = {}

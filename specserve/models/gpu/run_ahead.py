@@ -1,9 +1,9 @@
 """Plain decoding on a GPU, one pass ahead: the next pass is enqueued before the last is read.
 
 A pass of decoding needs the tokens of the pass before it, and they are on the card. So the card
-goes on while the host reads them, commits them and sends them out. Which sequences go on, the next
-steps say: a step (seq, start, tokens) that continues the pass ahead takes its row from it, and the
-rows of all others are dropped. The messages of a round are as for any other target.
+goes on while the host reads them, commits them and sends them out. The next steps say which
+sequences go on: a step (seq, start, tokens) that continues the pass ahead takes its row from it,
+and the rows of all others are dropped. The messages of a round are as for any other target.
 """
 
 from __future__ import annotations
