@@ -131,7 +131,7 @@ class TargetReplaced(WorkerLost):
 
 
 class BadAnswer(SpecserveError):
-    """An answer of a worker that does not fit what it was asked."""
+    """An answer of a worker that does not fit the request."""
 
 
 class BadFrame(SpecserveError):

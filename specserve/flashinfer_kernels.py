@@ -67,7 +67,7 @@ MODULES = (
     AttentionModule(128, page_dtype=FP8),
     AttentionModule(128, window=True, page_dtype=FP8),
 )
-"""Compiled ahead of time. Those of other models are compiled at their first use, by nvcc if any."""
+"""Compiled ahead of time. Other models' modules are compiled at their first use, by nvcc if any."""
 
 
 # The compiler

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """A wish for the logprobs of the prompt's tokens behind the positions of a step."""
+    """A wish for the logprobs of the prompt's tokens after the positions of a step."""
 
     num_top: int  # alternatives to report beside each token
-    # The prompt's token behind those of the step; None: the prompt ends with the step.
+    # The prompt's token after the step's; None: the prompt ends with the step.
     next_token: int | None
 
 
@@ -22,7 +22,7 @@ class PromptScoring:
 class Logprobs:
     """Log probabilities at one position, under the target's unwarped distribution.
 
-    `token` is that of the emitted token; `top` are those of the likeliest tokens, falling.
+    `token` is the emitted token's; `top` are the likeliest tokens', falling.
     """
 
     token: float
@@ -46,7 +46,7 @@ class PromptLogprobs:
 
     @property
     def stop(self) -> int:
-        """Position behind the last of these tokens."""
+        """Position after the last of these tokens."""
         return self.start + len(self.token)
 
     @classmethod
@@ -63,7 +63,7 @@ class PromptLogprobs:
         return cls(parts[0].start, *columns)
 
     def part(self, first: int, stop: int, *, start: int, num_top: int) -> PromptLogprobs:
-        """Return those of the tokens `first` to `stop` of these, which begin at `start`."""
+        """Return the logprobs of the tokens `first` to `stop` of these, which begin at `start`."""
         own, ranks = self.token[first:stop], self.rank[first:stop]
         ids, top = self.top_ids[first:stop, :num_top], self.top[first:stop, :num_top]
         return PromptLogprobs(start, own, ranks, ids, top)

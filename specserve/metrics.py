@@ -12,7 +12,7 @@ from enum import StrEnum
 
 PREFIX = "specserve_"
 MODEL_LABEL = "model_name"
-"""Label of all metrics of one of several models, behind those of their family."""
+"""Label of all metrics of one of several models, after the labels of their family."""
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
 # the values, in the order that the family declares, and the model's name if there are several

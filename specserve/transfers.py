@@ -20,7 +20,7 @@ DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
 def to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:
     """Return an array as a tensor of the device.
 
-    From pinned memory a copy to a GPU is enqueued behind the work there; any other copy would wait
+    From pinned memory a copy to a GPU is enqueued after the work there; any other copy would wait
     for that work. On the CPU nothing is copied.
     """
     tensor = torch.from_numpy(array)

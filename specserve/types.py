@@ -110,11 +110,11 @@ class Policy:
     verifier: str  # one of VERIFIERS
     seed: int  # 64 bits; every draw of the sequence follows from it
     # Positions before the first generated token: the prompt, or the start token of an
-    # encoder-decoder. Presence and frequency count the tokens behind them.
+    # encoder-decoder. Presence and frequency count the tokens after them.
     prompt_length: int
     logprobs: int | None = None  # alternatives to report beside each token; None: no logprobs
     lenience: float = 1.0  # for the verifier `lenient` only
-    # True if a grammar constrains the tokens behind `prompt_length`. The grammar itself comes with
+    # True if a grammar constrains the tokens after `prompt_length`. The grammar itself comes with
     # the steps that start at 0.
     constrained: bool = False
     # Sequences find one another's pages only if their salts are equal.
@@ -149,7 +149,7 @@ class Step:
 
     @property
     def stop(self) -> int:
-        """Position behind `tokens`."""
+        """Position after `tokens`."""
         return self.start + len(self.tokens)
 
 
@@ -170,7 +170,7 @@ class DraftStep:
 
     @property
     def stop(self) -> int:
-        """Position behind `tokens`, where the proposal starts."""
+        """Position after `tokens`, where the proposal starts."""
         return self.start + len(self.tokens)
 
 
@@ -212,7 +212,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """Work for the target: compute committed tokens and the draft tokens behind, and verify these.
+    """Work for the target: compute committed and draft tokens, and verify the draft tokens.
 
     A chunk of a prompt that is not its last has no draft tokens and needs no decision.
     """
@@ -226,14 +226,14 @@ class VerifyStep:
     needs_verdict: bool = True
     encoder_input: tuple[int, ...] = ()  # as in Step
     grammar: Grammar | None = None  # as in DraftStep
-    # Draft tokens wanted behind the verdict, of a drafter in the target's process. It prefills a
+    # Draft tokens wanted after the verdict, of a drafter in the target's process. It prefills a
     # chunk of a prompt for which it is not 0.
     gamma: int = 0
     scoring: PromptScoring | None = None  # such a step computes all of its tokens
 
     @property
     def stop(self) -> int:
-        """Position behind `tokens`, where the draft tokens start."""
+        """Position after `tokens`, where the draft tokens start."""
         return self.start + len(self.tokens)
 
     @property
@@ -243,9 +243,9 @@ class VerifyStep:
 
     @property
     def scored_tokens(self) -> tuple[int, ...]:
-        """Tokens of the prompt whose logprobs are wanted: one behind each position, from `start`.
+        """Tokens of the prompt whose logprobs are wanted: one after each position, from `start`.
 
-        Behind the last position of the prompt there is none.
+        No token follows the last position of the prompt.
         """
         if self.scoring is None:
             return ()
@@ -324,7 +324,7 @@ class Stats:
 class Chunk:
     """The tokens that one round committed for one request, with the statistics so far.
 
-    `start` is the number of generated tokens before these, those of earlier engines included, so
+    `start` is the number of generated tokens before these, earlier engines' tokens included, so
     that a receiver notices a chunk that was lost. `finish` comes with the last chunk. Logprobs of
     a prompt come in parts, up to the first chunk with tokens; a prompt that is computed again
     sends them again.
@@ -391,7 +391,7 @@ class Request:
     # Headers `traceparent` and `tracestate` under which the engine's span belongs; (): no spans.
     trace_context: tuple[tuple[str, str], ...] = ()
     # Tokens that an engine which is gone generated and the client has received: the text goes on
-    # behind them.
+    # after them.
     generated: tuple[int, ...] = ()
 
 

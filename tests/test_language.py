@@ -62,6 +62,13 @@ def test_the_field_s_words_are_found_where_they_are_implemented(word: str, file:
         ("a.py", f"x = '{'x' * 100}'\n", "106 columns"),
         ("specserve/engine/a.py", '"""Refuse draft tokens."""\n', "the word 'Refuse'"),
         ("a.md", "It forgets.\n", "the word 'forgets'"),
+        ("lab/a.py", "x = 1  # so many rows\n", "the word 'so many'"),
+        ("docs/guides/a.md", "Logprobs are those of a chat.\n", "the word 'those of'"),
+        (
+            "tests/a.py",
+            "x = 1  # logits behind the last token\n",
+            "the word 'behind the last token'",
+        ),
     ],
 )
 def test_each_kind_of_finding_is_found(tmp_path: Path, name: str, text: str, reason: str) -> None:

@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def all_keys() -> Iterator[Key]:
-    """Yield every key of a config; those of a stage stand below `draft.stages[i]`."""
+    """Yield every key of a config; a stage's keys stand below `draft.stages[i]`."""
     yield from _keys(Config, "")
     yield from _keys(StageConfig, STAGE)
 

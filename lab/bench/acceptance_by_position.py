@@ -1,6 +1,6 @@
 """Acceptance by the length of the context: `python -m lab.bench.acceptance_by_position`.
 
-The engine's acceptance behind contexts of 500 to 8,000 tokens, beside what the two models say by
+The engine's acceptance after contexts of 500 to 8,000 tokens, beside what the two models say by
 themselves: the `transformers` library computes both on the same text. Texts are greedy, so each
 draft token that the engine verified was accepted exactly if the draft's likeliest token is the
 target's, and the engine adds no decline of its own if none was decided otherwise.
@@ -41,8 +41,8 @@ from specserve.types import Proposal
 log = logging.getLogger(__name__)
 
 CONTEXTS = (500, 2000, 8000)
-ANCHORS = 24  # places in the held-out text, each behind every context
-TOKENS = 128  # generated behind each context
+ANCHORS = 24  # places in the held-out text, each after every context
+TOKENS = 128  # generated after each context
 HELD_OUT = 256  # of the text itself, for the agreement on it
 GAMMA = 4
 TRAINED = 1024
@@ -103,7 +103,7 @@ class LongPair:
 
 @dataclass(slots=True)
 class ContextFigures:
-    """Counts behind all contexts of one length."""
+    """Counts after all contexts of one length."""
 
     context: int
     verified: int = 0  # draft tokens that the engine decided on

@@ -92,8 +92,8 @@ def scenario_of(arrivals: Sequence[Arrival], **replicas: object) -> Scenario:
 def capacity_of_one(arrivals: Sequence[Arrival], *, per_client: int) -> tuple[int, float]:
     """Return the most requests at which one engine is in time, and the seconds of its rounds.
 
-    So many clients send their next request when they have the answer. In time are all but a share
-    of MAX_LATE_SHARE.
+    That many clients send their next request when they have the answer. All but a share of
+    MAX_LATE_SHARE must be in time.
     """
     load, found = 1, (1, TARGET.pass_time.seconds(1, 1, 0))
     while load <= 128:

@@ -180,7 +180,7 @@ def check_row(run: PartRun) -> str:
 
 
 def run_all(*, quick: bool) -> tuple[list[PartRun], list[PartRun], list[PartRun]]:
-    """Return the runs of all parts, those of pool sizes, and samples each before its whole part."""
+    """Return the runs of all parts, the runs of pool sizes, and samples before each whole part."""
     parts, loads, span = (PARTS[2:3], LOADS[:1], 1.0) if quick else (PARTS, LOADS, SPAN)
     runs = [
         run_part(part, arrangement, streams, span=span)

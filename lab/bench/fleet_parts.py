@@ -148,7 +148,7 @@ def scenario_of(
     seconds: float,
     seed: int,
 ) -> Scenario:
-    """Return some engines of a part at so many requests a second of each."""
+    """Return some engines of a part at some requests a second of each."""
     keys: dict[str, object] = {
         "replicas.min": engines,
         "replicas.max": engines,
@@ -178,7 +178,7 @@ def scenario_of(
 
 
 def requests(rate: float, seconds: float, seed: int) -> tuple[Arrival, ...]:
-    """Return the requests of Poisson arrivals for so many seconds."""
+    """Return the requests of Poisson arrivals for a number of seconds."""
     count = max(1, math.ceil(rate * seconds))
     load = LoadConfig(kind="poisson", rate=rate, requests=count, prompt=PROMPT, output=OUTPUT)
     return arrivals(load, seed=seed, directory=Path())
@@ -192,7 +192,7 @@ def mean_output() -> float:
 
 
 def plain_rate(part: FleetPart, streams: int) -> float:
-    """Return the requests a second with which an engine without draft has so many streams."""
+    """Return the requests a second with which an engine without draft has that many streams."""
     mean = OUTPUT.tokens * math.exp(OUTPUT.sigma**2 / 2)
     prompt = PROMPT.tokens * math.exp(PROMPT.sigma**2 / 2)
     times = part.roofline(part.target, part.ranks)

@@ -42,7 +42,7 @@ def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def plot(rates: Rates) -> str:
-    """Return the plot of a sweep: bars over those of plain decoding, with the table's tokens/s."""
+    """Return the plot of a sweep: bars over plain decoding's, with the table's tokens/s."""
     width, height, left, base = max(760, 72 + 172 * len(rates)), 300, 60, 250
     highest = max(
         median(values) / median(by_gamma["0"])

@@ -40,7 +40,7 @@ PROMPT = 16
 PEAK = 12.0
 """Logit of the likeliest token; the others have less than 1."""
 AGREEMENT = 0.7
-"""Share of the tokens behind which draft and target expect the same one."""
+"""Share of the tokens after which draft and target expect the same one."""
 INTRODUCTION = """Networks compute nothing, and nothing is planned for a card or launched there.
 Microseconds of a round, whole and by stage; *propose* and *verify* are pages, layouts, sampling and
 messages. On a card [plain rounds hide all of it](../design/models.md#two-forward-passes), and
@@ -49,7 +49,7 @@ STAGES = ("_schedule", "_propose", "_verify", "_commit", "_emit_outbox")
 
 
 class TableNetwork:
-    """A network whose logits behind a token are a row of a table; attention reads no page."""
+    """A network whose logits after a token are a row of a table; attention reads no page."""
 
     run_rows, sharded_head = UNDIVIDED, None
 

@@ -54,7 +54,7 @@ class PassMeter:
     def alpha(self) -> float:
         """Share of the verified draft tokens that were accepted.
 
-        Draft tokens behind a rejection are not counted, since they were not verified.
+        Draft tokens after a rejection are not counted, since they were not verified.
         """
         reached = sum(min(accepted + 1, drafted) for drafted, accepted in self.verified)
         return sum(accepted for _, accepted in self.verified) / max(1, reached)
@@ -124,7 +124,7 @@ class MemoryFloor:
 
     @property
     def ratio(self) -> float:
-        """Seconds of a step over those of a read."""
+        """Seconds of a step over the seconds of a read."""
         return median(self.steps) / median(self.reads)
 
 
@@ -141,7 +141,7 @@ def measure_memory_floor(llm: LLM, run: Callable[[], object], *, num_bytes: int)
         nonlocal read_end, last_start
         now = time.perf_counter()
         start = steps[0].start if steps else 0
-        if start > last_start > 0:  # the same text, behind its prompt
+        if start > last_start > 0:  # the same text, after its prompt
             floor.steps.append(now - read_end)
         last_start = start
         read()

@@ -131,7 +131,7 @@ NEIGHBOURS = (
 
 
 class TargetProcess:
-    """A target in a process of its own, stopped unless it is asked for passes."""
+    """A target in a process of its own, stopped unless passes are requested."""
 
     def __init__(self, target: Path, variables: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -144,7 +144,7 @@ class TargetProcess:
         )
 
     def pass_seconds(self, rows: int, passes: int) -> float:
-        """Run so many passes, and return the mean seconds of one."""
+        """Run a number of passes, and return the mean seconds of one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)

@@ -1,6 +1,6 @@
 """The draft apart and together with its target, over HTTP: `python -m lab.bench.placements`.
 
-Both are served on one Ray beside one another, and measured in turns: whichever is not asked is
+Both are served on one Ray beside one another, and measured in turns: whichever is not called is
 idle. A third server says what `draft.placement: auto` takes. Prompts are held-out Python.
 """
 

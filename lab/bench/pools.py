@@ -2,7 +2,7 @@
 
 Real coordinators, links and pool workers, each in a process of its own. Devices are declared: a
 pass sleeps for as long as it is said to take, so that devices which this machine lacks do not share
-its cores. Texts and accepted tokens are those of `python -m lab.simulate`.
+its cores. Texts and accepted tokens are simulated as by `python -m lab.simulate`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ IMPORTED_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Closed loops of requests: so many streams and requests for each engine."""
+    """Closed loops of requests: their streams and requests for each engine."""
 
     engines: tuple[int, ...]
     draft_ms: tuple[float, ...]
@@ -115,7 +115,7 @@ class DraftProcess:
         return address
 
     def busy_seconds(self) -> float:
-        """Return the time in which it drafted what was asked for."""
+        """Return the time in which it drafted what was requested."""
         self._pipe.send("busy")
         return float(self._pipe.recv())
 
@@ -125,7 +125,7 @@ class EngineSpeed:
     """Tokens a second of an engine's requests, and what its rounds had of the draft."""
 
     tokens_per_s: float
-    hits: float  # share of the proposals that were ready when they were asked for
+    hits: float  # share of the proposals that were ready when they were requested
     accepted: float  # draft tokens of a proposal
     draft_ms: float  # until a round had its proposals
 
@@ -239,7 +239,7 @@ def run_engine(pipe: Connection, seed: int, load: PoolLoad) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to draft for engines: so many engines, and drafts that they share."""
+    """A way to draft for engines: a number of engines, and drafts that they share."""
 
     name: str
     engines: int
@@ -248,7 +248,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Means over the engines of one run, and how busy a draft was with what was asked for."""
+    """Means over the engines of one run, and how busy a draft was with what was requested."""
 
     speed: EngineSpeed
     busy: float
@@ -256,7 +256,7 @@ class Turn:
 
 @dataclass(slots=True)
 class PoolComparison:
-    """The turns of each way with a draft pass of so many milliseconds."""
+    """The turns of each way with a draft pass of `draft_ms` milliseconds."""
 
     draft_ms: float
     turns: dict[Way, list[Turn]]

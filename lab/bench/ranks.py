@@ -199,7 +199,7 @@ def compare_blocks(model: Path, row_counts: Sequence[int], *, pairs: int) -> lis
 
 
 def _prompted(runner: Runner, num_sequences: int) -> Runner:
-    """Prefill so many sequences, and return the runner."""
+    """Prefill `num_sequences` sequences, and return the runner."""
     runner.run([Step(i, 0, PROMPT) for i in range(num_sequences)], [1] * num_sequences)
     return runner
 

@@ -125,7 +125,7 @@ def applications(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[s
 
 
 async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[str, ...]:
-    """Return the texts of all prompts, which are asked at once."""
+    """Return the texts of all prompts, which are requested at once."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None

@@ -150,7 +150,7 @@ def measure(
 
 
 async def _ask_all(url: str, load: Workload, turn: int) -> list[float]:
-    """Return the seconds to the first token of each request, with so many at once."""
+    """Return the seconds to the first token of each request, with a number of them at once."""
     address, waiting = urlsplit(url), load.prompts(turn)
     assert address.hostname is not None
     assert address.port is not None

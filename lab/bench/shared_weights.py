@@ -139,7 +139,7 @@ def _timer(checkpoint: Path, options: ModelOptions) -> Callable[[int], float]:
 
 
 def report(checkpoint: Path, shared: ModelOptions, *, turns: int, kinds: Sequence[str]) -> str:
-    """Measure everything and return the tables; of processes only those of these kinds."""
+    """Measure everything and return the tables; of processes, these kinds only."""
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 2**20
     options = {"private": OPTIONS, "shared": shared}
     lines = [

@@ -55,7 +55,7 @@ class CurvePassTime:
         return self.scale * of_rows + self.per_row * further
 
     def fitted_to(self, one: LoopRun, many: LoopRun, *, rows: int) -> CurvePassTime:
-        """Return it with the seconds of runs whose passes have so many rows a sequence."""
+        """Return it with the seconds of runs whose passes have `rows` rows a sequence."""
         count = num_streams(many)
         of_one, of_many = (median(one.seconds for one in target_passes(run)) for run in (one, many))
         scaled = replace(self, scale=of_one / self.seconds(rows, 1, 0))
@@ -77,7 +77,7 @@ class FittedDevices:
 class CheckedRates:
     """Tokens a second of a run, and of two simulations of it.
 
-    One simulation has passes that were fitted to other runs, the other those of the run itself.
+    One simulation has passes that were fitted to other runs, the other the run's own passes.
     """
 
     measured: float
@@ -109,7 +109,7 @@ async def check_simulation(
 ) -> list[str]:
     """Return a table of measured and simulated rates.
 
-    Passes are those of the warm-up, by rows. What they lose beside others is fitted to lockstep
+    Passes are the warm-up's, by rows. What they lose beside others is fitted to lockstep
     with one stream and eight, and where both models are together to those runs. Overheads are
     fitted to one stream and eight of each way to draft but anticipation, which has lockstep's.
     Other numbers of streams, the passes of plain decoding, and anticipation are predicted. Since
@@ -209,7 +209,7 @@ def fit_devices(
 ) -> FittedDevices:
     """Fit devices to a run of one stream and a run of many, with a draft that is apart or not.
 
-    Passes of the target are its curve, stretched to both runs; those of the draft are fitted by
+    Passes of the target are its curve, stretched to both runs; the draft's are fitted by
     least squares. The time of an exchange outside its work is the link's; the rest of a round is
     the host's.
     """
@@ -231,7 +231,7 @@ def fit_host(one: LoopRun, many: LoopRun, link_seconds: float) -> HostConfig:
 
 
 def with_own_passes(fitted: FittedDevices, run: LoopRun, mode: Mode, gamma: int) -> FittedDevices:
-    """Return the devices with the passes of a run, those of its drafts where all were asked for."""
+    """Return the devices with the passes of a run, its drafts' where an engine waited for all."""
     target = replace(fitted.target, pass_time=fit_pass_time(target_passes(run)))
     if mode not in (Mode.LOCKSTEP, Mode.TOGETHER):
         return replace(fitted, target=target)
@@ -294,7 +294,7 @@ def idle_seconds(run: LoopRun) -> float:
 
 
 def _pairs(run: LoopRun) -> list[tuple[Round, Round]]:
-    """Return each round of all streams with the one behind it, if that is one, too."""
+    """Return each round of all streams with the one after it, if that is one, too."""
     return [
         (earlier, later)
         for earlier, later in pairwise(full_rounds(run))

@@ -65,7 +65,7 @@ class DraftCounts:
 class ContenderResult:
     """Outcome of all turns of one contender.
 
-    `passes` are those of each stage, the largest first, or None if they are not counted; `rates`
+    `passes` are counted by stage, the largest first, or None if they are not counted; `rates`
     are tokens a second by turn.
     """
 

@@ -1,6 +1,6 @@
 """Figures that the papers print, as far as they can be checked.
 
-They are those of Tables 1 to 3 of arXiv 2211.17192 (target T5-XXL, 11B) and of Table 1 of arXiv
+They come from Tables 1 to 3 of arXiv 2211.17192 (target T5-XXL, 11B) and from Table 1 of arXiv
 2312.11462, which takes its alphas from there and c as the ratio of the parameters. Tables 2 and 3
 of 2312.11462 are of other models and tasks; no formula can check their figures.
 """

@@ -141,7 +141,7 @@ class SimulatedDeployment:
 
     @property
     def draft_clocks(self) -> list[DeviceClock]:
-        """Clocks of the devices that draft: those of pools, or one of each replica."""
+        """Clocks of the devices that draft: the pools' clocks, or one of each replica."""
         owners = self.pools or self.replicas
         return [owner.clock for owner in owners]
 

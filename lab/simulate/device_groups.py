@@ -64,8 +64,8 @@ def device_groups(
 ) -> tuple[DeviceGroup, DeviceGroup | None]:
     """Return the target's devices and the draft's, if it has any or the target's.
 
-    `num_devices` of target and draft overrides those of their rooflines; None for the draft alone
-    leaves its own. Raises ConfigError where a model does not fit its memory.
+    `num_devices` of target and draft overrides the number in their rooflines; None for the draft
+    alone leaves its own. Raises ConfigError where a model does not fit its memory.
     """
     given, together = devices.by_name, mode is Mode.TOGETHER
     num_target, num_draft = num_devices or (None, None)

@@ -150,7 +150,7 @@ class TogetherDrafter:
     """A drafter in the target's worker, which drafts on the target's device after each pass.
 
     Its worker knows the texts that the target has computed, so no message asks for the proposals;
-    they are pushed behind the verdicts. Later messages wait until the device is free again.
+    they are pushed after the verdicts. Later messages wait until the device is free again.
     """
 
     def __init__(

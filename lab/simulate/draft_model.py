@@ -35,7 +35,7 @@ class _Task:
 
 
 class DraftedTexts(Protocol):
-    """The texts that are drafted: an `AcceptanceModel`, or those of a pool's engines."""
+    """The texts that are drafted: an `AcceptanceModel`, or the texts of a pool's engines."""
 
     def draft_tokens(self, seq_id: int, start: int, stop: int, *, depth: int) -> list[int]: ...
     def likeliest(
@@ -82,7 +82,7 @@ class SimulatedDraftModel:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         tasks = [  # by sequence
             (step.seq_id, task)
@@ -101,12 +101,14 @@ class SimulatedDraftModel:
         ]
         tasks += [(seq_id, _Task(sequence, 1, 0)) for seq_id, sequence in fitting]
         if tasks:
-            riding = [task for step in riders if (task := self._start_task(step)) and task.num_new]
+            extra = [
+                task for step in extra_steps if (task := self._start_task(step)) and task.num_new
+            ]
             self._pass(
-                sum(task.rows for _, task in tasks) + sum(task.rows for task in riding),
+                sum(task.rows for _, task in tasks) + sum(task.rows for task in extra),
                 [task for _, task in tasks],
             )
-            self._draw([replace(task, num_new=1) for task in riding], never)
+            self._draw([replace(task, num_new=1) for task in extra], never)
         return [self._forecast(seq_id, task.sequence, width) for seq_id, task in tasks]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:

@@ -16,7 +16,7 @@ from lab.simulate.statistics import Quantiles, RequestTimes, RoundTotals
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Figures of a run. Those of rounds are means over the rounds without a prefill."""
+    """Figures of a run. Figures of rounds are means over the rounds without a prefill."""
 
     finished: int  # requests
     refused: int

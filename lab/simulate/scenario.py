@@ -65,7 +65,7 @@ class Scenario:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one replica, without those of a pool."""
+        """Number of devices of one replica, without a pool's."""
         draft_apart = self.draft if self.mode in (Mode.LOCKSTEP, Mode.ANTICIPATED) else None
         return self.target.num_devices + (0 if draft_apart is None else draft_apart.num_devices)
 

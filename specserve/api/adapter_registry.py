@@ -20,7 +20,7 @@ MAX_LISTED = 20
 
 
 class AdapterRegistry:
-    """Adapters of the target by name, beginning with those of the config."""
+    """Adapters of the target by name, beginning with the config's."""
 
     def __init__(self, base: str, adapters: Iterable[Adapter] = ()) -> None:
         self._base = base

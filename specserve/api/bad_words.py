@@ -1,6 +1,6 @@
 """Turn bad words, which are texts, into the token sequences that a request forbids.
 
-Each text is tokenized at the start of a line and behind a space, as vLLM and transformers do.
+Each text is tokenized at the start of a line and after a space, as vLLM and transformers do.
 """
 
 from __future__ import annotations

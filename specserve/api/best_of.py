@@ -45,7 +45,7 @@ class BestOf:
     def choose(self, logprobs: Sequence[Sequence[float]]) -> list[int]:
         """Return the indices of the best continuations of each prompt, the best first.
 
-        `logprobs` are those of the tokens of each continuation; the mean counts.
+        `logprobs` has each continuation's logprobs by token; the mean counts.
         """
 
         def mean(index: int) -> float:

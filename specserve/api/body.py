@@ -17,7 +17,7 @@ BODY_S = 60.0
 MAX_DRAIN = 256 * 2**20
 """Bytes of a refused body that are read and dropped, so that its client comes to the answer."""
 DRAIN_S = 30.0
-"""Seconds for that. Behind either, the connection is closed and the client may see an error.
+"""Seconds for them. After either limit, the connection is closed and the client may see an error.
 
 HAProxy then stops reading now and then without closing its own side: a client that goes on sending,
 and sets no time limit, waits.
@@ -131,7 +131,7 @@ class BodyDecoder:
                     f"{' and '.join(DECODERS)} are, and bodies without any",
                 )
             body = await self._decoded(coding, receive)
-        except HTTPException as error:  # also those of BodyLimit, while the body arrives
+        except HTTPException as error:  # also from BodyLimit, while the body arrives
             await Refusal.from_error(error).response(error.headers)(scope, receive, send)
             return
         if body is None:

@@ -80,7 +80,7 @@ class CompletionChoice:
         rendered = self._logprobs.render(delta)
         if self._lists.is_empty:
             logprobs = to_json(rendered)
-        else:  # the first delta, behind the prompt
+        else:  # the first delta, after the prompt
             self._lists.add(rendered)
             logprobs, self._lists = "".join(self._lists.json()), JsonLists()
         return f'"text":{to_json(text)},"logprobs":{logprobs}{self.prompt_logprobs.take_member()}'
@@ -234,7 +234,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
-        """Return the top logprobs by text, those of the token itself always among them.
+        """Return the top logprobs by text, the token's own always among them.
 
         Of two tokens with the same text, the likelier is kept.
         """
@@ -308,8 +308,8 @@ class ResponseKind:
     object_name: str  # of a response that is not streamed
     chunk_object_name: str  # of a streamed chunk
     choice: Callable[[Tokenizer, Prompt, Sampling], Choice]
-    has_prompt_ids: bool = False  # each choice has those of its prompt; else the response has them
-    # Also beside the choices, where clients of vLLM look for those of a chat.
+    has_prompt_ids: bool = False  # each choice has its prompt's; else the response has them
+    # Also beside the choices, where clients of vLLM look for a chat's.
     repeats_prompt_logprobs: bool = False
 
 

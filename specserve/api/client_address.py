@@ -16,7 +16,7 @@ _PORT = re.compile(r"^(?:\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+)$")
 def client_address(scope: Scope, *, trusted_proxies: int) -> str:
     """Return the address of the client, or UNKNOWN.
 
-    Each of the trusted proxies appends the address that it was asked from to `X-Forwarded-For`, so
+    Each of the trusted proxies appends the address that called it to `X-Forwarded-For`, so
     the outermost one's entry is that many from the end; what stands before it is the client's word.
     Without trusted proxies the address is the connection's. A header is then the client's alone,
     and uvicorn may have taken it for the connection's address, so that neither is known.

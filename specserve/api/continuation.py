@@ -172,13 +172,13 @@ class Continuation:
         return PromptLogprobs.join(parts) if parts else None
 
     def _split_reasoning(self, tokens: Sequence[int], *, is_last: bool) -> tuple[str, str]:
-        """Return what tokens add to the reasoning, and to the text behind it."""
+        """Return what tokens add to the reasoning, and to the text after it."""
         parser = self._reasoning_parser
         if parser is None:
             text = self._detokenizer.push(tokens)
             return "", text + (self._detokenizer.finish() if is_last else "")
         parts = []
-        for token in tokens:  # one by one, so that those of the reasoning can be counted
+        for token in tokens:  # one by one, so that the reasoning's can be counted
             if self._detokenizer.hit_stop_string:
                 break
             self.num_reasoning_tokens += parser.is_reasoning

@@ -17,7 +17,7 @@ NUMBER, TEXT, LIST = (int, float), (str,), (list,)
 class ForeignParameter:
     """A parameter of another server.
 
-    Its `neutral` values change nothing here, and neither do values of `neutral_types`: those of a
+    Its `neutral` values change nothing here, and neither do values of `neutral_types`: values of a
     parameter that belongs to another one, which is refused unless it is off.
     """
 

@@ -51,7 +51,7 @@ class ApiClient:
     concurrent_requests: float | None = None
     expires: date | None = None  # the key's last day, by UTC
     scopes: frozenset[str] = frozenset(DEFAULT_SCOPES)  # what the key may be used for
-    of_models: tuple[ModelLimit, ...] = ()  # limits of single models, beside those of all
+    of_models: tuple[ModelLimit, ...] = ()  # limits of single models, beside the limits of all
     line: int = field(default=0, compare=False)  # of the file
 
     @property
@@ -89,7 +89,7 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, file: Path) -> ApiKeys:
-        """Parse lines of `NAME KEY`, limits as `requests_per_minute=N` behind it, or of a key.
+        """Parse lines of `NAME KEY`, limits as `requests_per_minute=N` after it, or of a key.
 
         A comment begins with `#`. A file without a key is an error: every request would be
         refused.

@@ -98,7 +98,7 @@ class ModelDirectory:
     def find(self, model: str | None) -> ModelBackend:
         """Return the backend of the model, or of the model whose adapter it names.
 
-        A single model answers for every name: its parser refuses those of others. Raises NotServed,
+        A single model answers for every name: its parser refuses other names. Raises NotServed,
         BadValue where a request leaves open which of several it means, and Unavailable for a model
         that is not open yet.
         """

@@ -32,7 +32,7 @@ from specserve.types import Adapter, Speculation
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
 MAX_LOGPROBS = 3_000_000
-"""Logprobs of one response, of some 70 bytes each, that is not streamed; those of its prompts,
+"""Logprobs of one response, of some 70 bytes each, that is not streamed; logprobs of its prompts,
 which are sent at once, streamed or not.
 """
 MAX_TOKENIZE_CHARS = 100_000
@@ -78,7 +78,7 @@ class GenerationRequest:
     continuous_usage: bool = False  # in every chunk
     return_token_ids: bool = False
     request_id: str | None = None  # the client's, for the response's id
-    best_of: BestOf | None = None  # of the continuations, only so many are sent
+    best_of: BestOf | None = None  # of the continuations, only that many are sent
     call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
     reasoning: PromptReasoning | None = None  # before the answer; None: no known format of it
     adapter: Adapter | None = None  # that `model` names
@@ -274,7 +274,7 @@ class RequestParser:
         return max(1, self._served.max_context - _max_tokens(body, 1))
 
     def _check_size(self, size: int, *, param: str, is_cut: bool = False) -> None:
-        """Raise TooLong for so many characters or ids that they cannot fit in the context.
+        """Raise TooLong for more characters or ids than can fit in the context.
 
         They are refused before tokenizing, which takes a hundred times their memory. A prompt
         that will be cut may have as many as /tokenize takes.
@@ -439,7 +439,7 @@ def _with_reasoning(
     *,
     answer_opens: bool,
 ) -> Sampling:
-    """Let the grammar of the answer begin behind the reasoning, whose tokens may have a limit."""
+    """Let the grammar of the answer begin after the reasoning, whose tokens may have a limit."""
     budget = None if budget == -1 else budget
     if budget is not None and reasoning is None:
         raise BadValue(

@@ -15,7 +15,7 @@ Block = tuple[Sequence[int], list[Logprobs]]
 
 
 def blocks(ids: Sequence[int], logprobs: PromptLogprobs, num_top: int) -> Iterator[Block]:
-    """Yield the tokens behind the first, with their logprobs, some at a time."""
+    """Yield the tokens after the first, with their logprobs, some at a time."""
     for first in range(0, len(logprobs), BLOCK):
         stop = min(first + BLOCK, len(logprobs))
         yield ids[1 + first : 1 + stop], logprobs.rows(first, stop, num_top)
@@ -40,7 +40,7 @@ class PromptLogprobsJson:
         self._parts: list[str] = []
 
     def add(self, logprobs: PromptLogprobs) -> Iterator[None]:
-        """Render the logprobs, a block at each step; nothing if they were not asked for."""
+        """Render the logprobs, a block at each step; nothing if they were not requested."""
         if self._num_top is None:
             return
         self._parts.append("null")
@@ -50,7 +50,7 @@ class PromptLogprobsJson:
             yield
 
     def member(self) -> str:
-        """Return the list as a member behind others; empty if there is none."""
+        """Return the list as a member after others; empty if there is none."""
         return f',"prompt_logprobs":[{",".join(self._parts)}]' if self._parts else ""
 
     def take_member(self) -> str:

@@ -178,7 +178,7 @@ class Account:
         self._tokens.settle(taken=reserved, used=used)
         if grammar is not None:
             self._grammars[grammar] -= 1
-            self._grammars += Counter()  # drops those of no request
+            self._grammars += Counter()  # drops grammars of no request
 
     def _take(self, bucket: RateBucket, amount: float) -> float:
         try:

@@ -129,7 +129,7 @@ class GenerationResponse(Response):
         return usage
 
     def _choice_ids(self, index: int, ids: Sequence[int], *, with_prompt: bool = True) -> str:
-        """Return the members with the ids of a choice's tokens, which may have been asked for."""
+        """Return the members with the ids of a choice's tokens, which may have been requested."""
         if not self._returns_ids:
             return ""
         prompt = (

@@ -173,7 +173,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which add no text unless they are asked for."""
+        """Ids of special tokens, which add no text unless they are requested."""
         return frozenset(self._special_ids)
 
     def added_id(self, name: str) -> int | None:

@@ -98,7 +98,7 @@ def config_from_options(options: argparse.Namespace) -> Config:
 
 
 def draft_notice(options: argparse.Namespace, config: Config) -> str | None:
-    """Return the line that says that nothing drafts; None if something does, or none was asked."""
+    """Return the notice that nothing drafts; None if something does or if that was requested."""
     is_asked = (
         options.draft == NO_DRAFT
         or getattr(options, "drafter", None) == NO_DRAFT

@@ -27,7 +27,7 @@ TOKEN_REMEDY = (
 def address_to_join(
     join: str | None, *, own_ray: bool, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return the address that was asked for, or None for a Ray of our own.
+    """Return the address that was requested, or None for a Ray of our own.
 
     The command line is stronger than RAY_ADDRESS.
     """

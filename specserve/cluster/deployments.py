@@ -44,7 +44,7 @@ from specserve.wire.version import VERSION
 log = logging.getLogger(__name__)
 
 OTHERS_S = 30.0
-"""Time after the first model's engines that a gateway waits for those of the others."""
+"""Time after the first model's engines that a gateway waits for the others' engines."""
 
 
 class Engine:

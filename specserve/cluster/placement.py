@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
 GATEWAY_CPUS = 1.0
 ENGINE = "Engine"
-"""Deployment of the engines; that of each of several models has the model's name behind it."""
+"""Deployment of the engines; that of each of several models has the model's name after it."""
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 COUNTED = ("GPU", "CPU")
 FEW_GPUS = "as the cluster has no GPU for a draft apart"
@@ -148,7 +148,7 @@ def _first_gpus(config: Config) -> float:
 def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...], int]:
     """Return the bundles that must fit at the start, and how many times.
 
-    Those of several models stand together, each with its model's name.
+    Deployments of several models stand together, each with its model's name.
     """
     if not config.models:
         return bundles(config, has_gpus=has_gpus), max(1, config.replicas.min)

@@ -128,7 +128,7 @@ def _joined() -> str:
 def require_room(config: Config, *, gateway: Bundle) -> None:
     """Raise ConfigError if the config does not fit beside what runs.
 
-    A cluster that is large enough when empty is asked again, since Ray takes a moment to count
+    A cluster that is large enough when empty is queried again, since Ray takes a moment to count
     what others have just released.
     """
     from specserve.cluster.node_resources import cluster_resources
@@ -264,7 +264,7 @@ def _proxy_settings(config: Config, directory: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
         # Each gateway that comes or goes replaces HAProxy's process, and the old one keeps its
-        # connections for so many seconds; with Serve's two minutes longer streams would break.
+        # connections for that many seconds; with Serve's two minutes longer streams would break.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(
             math.ceil(max(part.limits.request_timeout_s for part in config.each_model))
         ),

@@ -58,7 +58,7 @@ def check_names(names: Sequence[str]) -> None:
 def keys_of_each(
     given: Mapping[str, object],
 ) -> Iterator[tuple[dict[str, object], dict[str, object]]]:
-    """Yield the keys that all models share, and those of one entry, for each entry."""
+    """Yield the keys that all models share, and one entry's keys, for each entry."""
     entries = given[MODELS]
     assert isinstance(entries, Sequence)
     shared = {key: value for key, value in given.items() if key != MODELS}

@@ -12,7 +12,7 @@ class PoolConfig:
     """Draft devices that the engines of an application share, instead of one draft each."""
 
     name: str | None = setting(None, text())  # None: there is no pool
-    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own; at least so many
+    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own; at least that many
     # at most; None: devices. Between the two, the measured load decides
     max_devices: int | None = setting(None, integer(1, 1024))
     target_busy: float = setting(0.7, number(0, 1, above=True))  # share of a device's time

@@ -101,7 +101,7 @@ class DraftConfig:
     support: int = setting(64, integer(1, 4096))  # q is kept on that many of its likeliest tokens
     # of a cascade, from the largest to the smallest
     stages: tuple[StageConfig, ...] = setting((), list_of(section(StageConfig)))
-    # k[i][j]: tokens asked of stage j by the target (i = 0) or the stage before i
+    # k[i][j]: tokens requested from stage j by the target (i = 0) or the stage before i
     k: tuple[tuple[int, ...], ...] = setting((), token_matrix())
     # of reviews between stages: one for all, or one for each that reviews
     lenience: tuple[float, ...] = setting((1.0,), leniences())
@@ -195,7 +195,7 @@ class WeightsConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
-    """Low-rank adapters (LoRA) of the target, which a request names behind the model's name."""
+    """Low-rank adapters (LoRA) of the target; a request names one in a suffix of its model name."""
 
     paths: Mapping[str, str] = setting({}, labels())  # directories by name
     memory_mb: int = setting(256, integer(1, 2**20))  # of each rank, for those that are loaded

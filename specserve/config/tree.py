@@ -63,7 +63,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The whole tree. Its keys are those of the YAML file, `--set` and `LLM(**overrides)`."""
+    """The whole tree. The YAML file, `--set` and `LLM(**overrides)` have its keys."""
 
     model: str = setting("", text())  # left out: the last part of the target's path
     # of the application in Ray, which may hold several; left out: specserve-<model>-<port>
@@ -85,7 +85,7 @@ class Config:
 
     @property
     def each_model(self) -> tuple[Config, ...]:
-        """One config for each model that is served: those of `models`, or this one itself."""
+        """One config for each model that is served: the configs in `models`, or this one itself."""
         return self.models or (self,)
 
     def require_one_model(self) -> None:
@@ -102,7 +102,7 @@ class Config:
         return any(part.draft.is_pooled for part in self.each_model)
 
     def rank_threads(self, *, with_draft: bool) -> int | None:
-        """Return the threads of a target's rank, which those of a draft beside it join."""
+        """Return the threads of a target's rank, which a draft's threads beside it join."""
         threads, draft = self.target.threads, self.draft
         is_alone = self.target.tensor_parallel > 1 or not with_draft or draft.is_pooled
         if threads is None or is_alone:

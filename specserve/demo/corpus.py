@@ -53,7 +53,7 @@ def standard_library() -> Corpus:
 def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
     """Return stretches of held-out files, none of which has tokens of another.
 
-    First come the beginnings of the files, behind their first lines; a short file's is shorter.
+    The beginnings of the files come first, after their first lines; a short file's is shorter.
     Later ones are as far from one another as they are long. Raises ValueError if there are fewer.
     """
     files = held_out_files()
@@ -69,7 +69,7 @@ def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
 
 
 def held_out_files() -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the held-out files of some length, behind their first lines."""
+    """Return the tokens of the held-out files of some length, after their first lines."""
     tokenizer = Tokenizer.load(DEMO / "target")
     contents = [content[200:] for content in standard_library().held_out if len(content) > 4000]
     return tuple(tokenizer.encode(content) for content in contents)

@@ -1,7 +1,7 @@
 """Draft in the target's worker after each of its passes, before the next round asks for it.
 
 The worker knows the texts from the target's cache, so no request is needed: a step says how many
-draft tokens are wanted behind its verdict.
+draft tokens are wanted after its verdict.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AfterVerify(Protocol):
 
 
 class DraftAfterVerify:
-    """The proposals behind the verdicts of each pass.
+    """The proposals after the verdicts of each pass.
 
     A drafter that fails gives no draft tokens, and the target goes on without it.
     """
@@ -53,7 +53,7 @@ class DraftAfterVerify:
     def draft_after(
         self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
     ) -> tuple[PreparedProposal, ...]:
-        """Return proposals behind the verdicts of a pass, for the steps that want draft tokens."""
+        """Return proposals after the verdicts of a pass, for the steps that want draft tokens."""
         draft_steps = list(self._draft_steps(steps, verdicts))
         if self._backoff:
             self._backoff -= 1
@@ -106,7 +106,7 @@ class DraftAfterVerify:
             self._cached[step.seq_id] = min(proposal.num_cached, stop)
 
     def _draft_step(self, step: VerifyStep, stop: int, verdict: Verdict | None) -> DraftStep:
-        """Return the step that fills the drafter's cache and drafts behind the verdict.
+        """Return the step that fills the drafter's cache and drafts after the verdict.
 
         A drafter that lacks too much catches up over several passes, and drafts again then.
         """

@@ -26,7 +26,7 @@ NO_TOKEN = -1
 class OutcomeForecast:
     """Predicted outcomes of one proposal: how many draft tokens are accepted, and which comes next.
 
-    Position i is the one behind i accepted draft tokens. The token that follows there is never
+    Position i is the one after i accepted draft tokens. The token that follows there is never
     draft token i, which was rejected. `confidence` and `next_probs` are the drafter's own estimates
     between 0 and 1, if it has any. `Fanout` measures how reliable they are, for each `mode` apart.
     """
@@ -78,14 +78,14 @@ class ForkableDrafter(ResumableDrafter, Protocol):
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return forecasts for the last proposal of each sequence, at most `width` tokens each.
 
-        It may take a pass, because the position behind the last draft token has not been computed.
+        It may take a pass, because the position after the last draft token has not been computed.
         The same pass writes the tokens of `undrafted` steps, which got no draft tokens: of their
         outcomes only the next token is open. The drafter may give one draft token to each of the
-        `riders` as well; those go on from there when they are drafted for.
+        `extra_steps` as well; those go on from there when they are drafted for.
         """
         ...
 

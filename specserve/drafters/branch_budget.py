@@ -16,7 +16,7 @@ With less than all of it, the message seldom waits.
 MIN_WIDTH = 8
 """Next tokens at a position that are looked at, at least."""
 MAX_PASS_GROWTH = 1.1
-"""A pass may take so many times as long as one over half as many branches."""
+"""A pass may take that many times as long as one over half as many branches."""
 PASS_WEIGHT = 0.2
 """Weight of the newest pass in the running mean of those over as many branches."""
 
@@ -42,7 +42,7 @@ class BranchBudget:
         return int(self.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
 
     @property
-    def max_riders(self) -> int:
+    def max_extra_steps(self) -> int:
         """Number of branches in a pass for a message that make it hardly longer, as measured."""
         if not self._pass_seconds:
             return MIN_BRANCHES
@@ -65,7 +65,7 @@ class BranchBudget:
         return min(self._fanout.width, self.max_branches, share)
 
     def on_passes(self, num_branches: int, seconds: float) -> None:
-        """Record how long one pass over so many branches took."""
+        """Record how long one pass over that many branches took."""
         self._last_size = size = num_branches.bit_length() - 1
         before = self._pass_seconds.get(size, seconds)
         self._pass_seconds[size] = before + PASS_WEIGHT * (seconds - before)

@@ -41,7 +41,7 @@ class BranchPasses:
     def fork(self, *engines: Iterable[PreparedBranches]) -> None:
         """Fork the likeliest branches of forecasts that have none yet, while there is room.
 
-        Those of several engines are chosen together, as many as the budget has for each.
+        Branches of several engines are chosen together, as many as the budget has for each.
         """
         new = [[one for one in each if one.unfinished is None] for each in engines]
         owners = {one.forecast.seq_id: one for each in new for one in each}

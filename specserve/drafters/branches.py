@@ -53,7 +53,7 @@ class Calibration:
         return calibrated
 
     def observe(self, estimates: Reals, true: Flags, rows: NDArray[np.int64]) -> None:
-        """Record which events came true; those of one outcome have one row number.
+        """Record which events came true; events of one outcome have one row number.
 
         Earlier observations decay once an outcome, in its buckets only.
         """
@@ -82,7 +82,7 @@ class _ModeCalibrations:
 
     accepted: Calibration = field(default_factory=Calibration)  # draft tokens
     next: Calibration = field(default_factory=Calibration)  # tokens in place of a rejected one
-    bonus: Calibration = field(default_factory=Calibration)  # tokens behind all draft tokens
+    bonus: Calibration = field(default_factory=Calibration)  # tokens after all draft tokens
 
 
 class Fanout:

@@ -1,4 +1,4 @@
-"""The state behind prepared proposals: forecasts of outcomes, and branches drafted for them.
+"""Forecasts of outcomes, and the branches drafted for them: what prepared proposals are made of.
 
 Knows no drafter and no clock.
 """

@@ -34,7 +34,7 @@ class PositionLogits:
     policy: Policy
     position: int
     draft_token: int | None
-    """The draft token there; None at the position behind the last."""
+    """The draft token there; None at the position after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Rankings:
     tokens: NDArray[np.int64]  # [positions, rank]; NO_TOKEN where a grammar leaves fewer
     probs: NDArray[np.float64]  # [positions, rank]
     confidence: NDArray[np.float64]
-    """[positions] probability of the draft token; 0 at the position behind the last."""
+    """[positions] probability of the draft token; 0 at the position after the last."""
 
     def forecast(
         self, seq_id: int, start: int, drafts: Sequence[int], policy: Policy
@@ -135,7 +135,7 @@ def _without_drafts(
 
 
 def _of_sequences(rankings: Rankings, counts: Sequence[int]) -> list[Rankings]:
-    """Divide the rankings of all positions into those of each sequence."""
+    """Divide the rankings of all positions into each sequence's."""
     stops = np.cumsum(counts)
     return [
         Rankings(

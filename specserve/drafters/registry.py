@@ -54,7 +54,7 @@ class OpenDrafter:
         passes: Callable[[], tuple[int, ...]] | None = None,
         receive_hidden: Callable[[Sequence[HiddenRows]], None] | None = None,
     ) -> None:
-        """Create it; `passes` counts those of each stage, if it has several.
+        """Create it; `passes` counts each stage's passes, if it has several.
 
         `receive_hidden` keeps hidden states of the target, if the drafter reads them.
         """

@@ -34,8 +34,8 @@ class BatchEntry:
     sequence: Sequence
     stop: int  # the target computes its committed tokens up to here
     needs_verdict: bool  # True if these are all of them, so that the round adds some
-    gamma: int = 0  # draft tokens wanted behind them
-    next_gamma: int = 0  # the same behind the verdict, for the next round
+    gamma: int = 0  # draft tokens wanted after them
+    next_gamma: int = 0  # the same after the verdict, for the next round
     # The drafter computes its committed tokens up to here; None: it gets no step.
     draft_stop: int | None = None
     proposal: Proposal | None = None

@@ -21,7 +21,7 @@ UNMEASURED_TOKENS = 512  # of a target that was not warmed up
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """The positions of a round: those of decoding sequences, draft tokens and prompts together.
+    """The positions of a round: for decoding sequences, draft tokens and prompts together.
 
     A budget that follows from the hardware yields to decoding: every decoding sequence takes part
     in every round, and prompts get as many positions as decoding has, or more. A pass thus takes
@@ -52,7 +52,7 @@ class TokenBudget:
         return cls(tokens, is_fixed=False)
 
     def for_prompts(self, pending: int) -> int:
-        """Return the positions that prompts with so many pending tokens get in any case."""
+        """Return the positions that prompts with that many pending tokens get in any case."""
         return min(pending, max(1, self.tokens // 4))
 
     def limit(self, num_decoding: int, *, prompts: int) -> int:

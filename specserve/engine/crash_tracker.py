@@ -77,7 +77,7 @@ class CrashTracker:
                 self._isolated_ids.discard(seq_id)
 
     def next_to_isolate(self, running: abc.Sequence[Sequence]) -> Sequence | None:
-        """Return the next sequence to run alone: fewest crashes first, then most passes behind it.
+        """Return the next sequence to run alone: fewest crashes first, then most completed passes.
 
         Every sequence of a crashed batch runs alone until it receives a token; if the crash ended
         the target's process, which most often has a cause outside, only those that met a second

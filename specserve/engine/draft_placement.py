@@ -62,7 +62,7 @@ def choose_placement(
         expected_rate(together, load, max_gamma=max_gamma, alpha=alpha, hit_rate=0.0)
         for load in loads
     )
-    # A draft apart may also be asked and waited for.
+    # A draft apart may also be called and waited for.
     rates_apart = tuple(
         max(
             expected_rate(apart, load, max_gamma=max_gamma, alpha=alpha, hit_rate=rate)

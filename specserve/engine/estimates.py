@@ -131,12 +131,12 @@ class CostEstimate:
         self._draft_costs: deque[float] = deque(maxlen=_MAX_WAITS)
         # Seconds of plain rounds over the warm-up's passes of as many rows; None: none was seen.
         self._plain_ratio: float | None = None
-        self.host_seconds = 0.0  # of a round with drafts, before and behind its passes
+        self.host_seconds = 0.0  # of a round with drafts, before and after its passes
         self.hit_wait = 0.0  # seconds until prepared proposals arrive
         self.hit_rate = 0.0  # share of the proposals that were prepared in advance
 
     def verify_seconds(self, positions: float | Reals) -> Reals:
-        """Return the seconds of a target pass over so many positions."""
+        """Return the seconds of a target pass over that many positions."""
         mean = (
             self._mean_seconds
             if self._mean_seconds is not None
@@ -149,13 +149,13 @@ class CostEstimate:
         return seconds
 
     def plain_seconds(self, count: int) -> float:
-        """Return the seconds of a round without drafts for so many sequences."""
+        """Return the seconds of a round without drafts for that many sequences."""
         if self._plain_ratio is None:
             return float(self.verify_seconds(count)) + self.host_seconds
         return self._plain_ratio * float(self._curve(count))
 
     def draft_pass_seconds(self, count: int) -> float:
-        """Return the seconds of one more draft token for so many sequences.
+        """Return the seconds of one more draft token for that many sequences.
 
         It follows the target's curve, by the median of the costs seen: a first pass of its shape
         can take twenty times as long, and where proposals are prepared in advance there may be no

@@ -55,7 +55,7 @@ class Decision:
     verify_seconds: float  # of such a round
     plain_seconds: float  # of a round without drafts
     pass_seconds: float  # of one draft pass
-    gain: float  # expected tokens a second, over those of plain decoding
+    gain: float  # expected tokens a second, over the rate of plain decoding
 
 
 class Pacer:
@@ -97,7 +97,7 @@ class Pacer:
         return math.inf if self._fixed is not None else self.decision.deadline
 
     def expected_rate(self, num_sequences: int) -> float:
-        """Return the tokens a second of the best choice for so many sequences."""
+        """Return the tokens a second of the best choice for that many sequences."""
         return float(self._rates(num_sequences, self.acceptance.profile.cumprod()).max())
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
@@ -182,7 +182,7 @@ class Pacer:
         """Return the gammas while drafting does not pay: all 0, except in trials.
 
         In a trial the oldest sequence drafts as many tokens as would pay for it alone with a good
-        acceptance: a single one would show nothing of the positions behind it. Trials become rarer
+        acceptance: a single one would show nothing of the positions after it. Trials become rarer
         with each failure.
         """
         if not self._idle_rounds:
@@ -225,7 +225,7 @@ class Pacer:
     def _set_prices(self, num_sequences: int, gamma: int, rate: float) -> None:
         """Set what another row of the target's pass, and another draft pass, cost in tokens.
 
-        A row costs what it does on the way to gamma, or behind that from gamma on: the curve may
+        A row costs what it does on the way to gamma, or beyond that from gamma on: the curve may
         have a step there, which is why gamma was chosen.
         """
         count = max(1, num_sequences)

@@ -32,9 +32,9 @@ def distinct_prompts(
 ) -> list[PendingPrompt]:
     """Return the prompts that are prefilled in this round, in order of arrival.
 
-    Of those whose next page is the same, the one with the fewest tokens left takes part, in the
-    place of the oldest. The others attach the page afterwards. Whether they wait is decided in
-    each round for itself, so that no sequence waits for one that has gone.
+    Only one of several prompts with the same next page takes part: the one with the fewest tokens
+    left, in the place of the oldest. The others attach the page afterwards. Whether they wait is
+    decided in each round for itself, so that no sequence waits for one that has gone.
     """
     if prefixes is None:
         return [PendingPrompt(sequence, gamma) for sequence, gamma in pairs]
@@ -104,7 +104,7 @@ def encoder_inputs(prompts: abc.Sequence[PendingPrompt], *, budget: int) -> list
 
 
 def share(pending: abc.Sequence[int], *, budget: int) -> list[int]:
-    """Split the budget among prompts with so many tokens left.
+    """Split the budget among prompts with these numbers of tokens left.
 
     One half is split in equal parts, and what short prompts leave of it, or rounding does, goes to
     those with the fewest tokens left: a short prompt does not wait for long ones. The other half

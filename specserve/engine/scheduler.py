@@ -200,7 +200,7 @@ class Scheduler:
     ) -> list[tuple[Sequence, int]]:
         """Return the decoding sequences of this round, all of them if they are not too many.
 
-        Otherwise each round goes on behind the last one of the round before.
+        Otherwise each round goes on after the last one of the round before.
         """
         if len(decoding) <= count:
             return decoding

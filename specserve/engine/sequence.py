@@ -94,7 +94,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Committed tokens behind the prompt, those of earlier engines included."""
+        """Committed tokens after the prompt, earlier engines' tokens included."""
         return len(self.committed) - self.policy.prompt_length
 
     @property

@@ -17,7 +17,7 @@ _PRIORITY = attrgetter("priority")
 
 
 class WaitingQueue:
-    """Preempted sequences, then new ones, those of a client by priority and order of arrival.
+    """Preempted sequences, then new ones, each client's by priority and order of arrival.
 
     The next one is of the client with the fewest running sequences (max-min fairness), and of
     those the first to arrive. With one client that is first come first served. A priority has an

@@ -18,10 +18,10 @@ from specserve.errors import SpecserveError
 from specserve.types import Grammar
 
 MAX_COMPILE_S = 2.0
-"""Seconds of one grammar, not counting those of grammars before it.
+"""Seconds of one grammar, not counting the seconds of grammars before it.
 
-The dearest known that passes the check takes 0.06 s. The library cannot be interrupted: the thread
-goes on, within the library's own limits, and the next grammar begins when it is done.
+The most expensive one known that passes the check takes 0.06 s. The library cannot be interrupted:
+the thread goes on, within the library's own limits, and the next grammar begins when it is done.
 """
 GRACE_S = 0.02
 """Time from its request on for which a pass waits for a grammar. Most take a millisecond or two."""
@@ -85,7 +85,7 @@ class CompileQueue:
         while not self._is_settled(job, MAX_COMPILE_S):
             pass
         if not job.result.done():
-            # Kept until it is done: a second request of it must not wait behind itself.
+            # Kept until it is done: a second request of it must not wait for itself.
             raise SpecserveError("the grammar takes too long to compile; simplify it")
         del self._jobs[grammar]
         return job.result.result()

@@ -128,7 +128,7 @@ class GrammarCompiler:
 class GrammarMatcher:
     """One text under a grammar, which grows and is rolled back at its end.
 
-    Tokens behind an end token, or behind a forbidden one, are under no grammar.
+    Tokens after an end token, or after a forbidden one, are under no grammar.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class GrammarMatcher:
     def bits(self) -> Bits:  # [words]
         """Return the bits of the tokens that may come next.
 
-        Behind the end only another end token may come; with an error, none.
+        Only another end token may come after the end, and no token after an error.
         """
         if self._bits is None:
             self._bits = np.zeros((1, self._compiler.words), np.int32)
@@ -235,7 +235,7 @@ class GrammarMatcher:
 
 @dataclass(frozen=True, slots=True)
 class TextMasks:
-    """Bits behind each text and behind each of its draft tokens."""
+    """Bits after each text and after each of its draft tokens."""
 
     bits: Bits  # [rows, words]
     late: frozenset[int]
@@ -249,10 +249,11 @@ def mask_texts(
     budget_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> TextMasks:
-    """Return the bits behind each text and behind each of its draft tokens.
+    """Return the bits after each text and after each of its draft tokens.
 
-    Rows behind a draft token that is forbidden, or that ends the text, allow every token. Texts
-    that were quick the last time go first, so that one dear grammar takes the time of no other.
+    Rows after a draft token that is forbidden, or that ends the text, allow every token. Texts
+    that were quick the last time go first, so that one expensive grammar takes the time of no
+    other.
     """
     ends = list(accumulate((len(drafts) + 1 for _, drafts in asked), initial=0))
     bits = np.full((ends[-1], compiler.words), -1, np.int32)

@@ -18,7 +18,7 @@ from specserve.types import Grammar
 MAX_SIZE = 64 * 1024  # characters of a schema, an expression or a grammar
 MAX_DEPTH = 64  # levels of objects and lists in a schema
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Line behind a client's Lark grammar, where it has precedence over a line of the client's own.
+"""Line after a client's Lark grammar, where it has precedence over a line of the client's own.
 
 The library computes the bytes that a grammar forces until there is a choice. Lexemes are greedy,
 so that after the first byte of `start: A "a"` with `A: /a+/` another one is forced for ever: the

@@ -44,7 +44,7 @@ class SequenceGrammar:
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """Tokens that a step writes behind the first `start` tokens of a text, and draft tokens."""
+    """Tokens that a step writes after the first `start` tokens of a text, and draft tokens."""
 
     seq_id: int
     start: int
@@ -54,7 +54,7 @@ class TextUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DraftedSequence:
-    """All tokens of a sequence, with the prompt's, and draft tokens behind them."""
+    """All tokens of a sequence, with the prompt's, and draft tokens after them."""
 
     seq_id: int
     grammar: SequenceGrammar | None
@@ -195,7 +195,7 @@ class GrammarStates:
     def _text_update(self, step: DraftStep | VerifyStep, lookup: TokenLookup) -> TextUpdate:
         """Return what the step changes in the text that its grammar constrains.
 
-        Tokens that no step has brought here, such as those of a cached prefix, are looked up.
+        Tokens that no step has brought here, such as the tokens of a cached prefix, are looked up.
         """
         grammar, matcher = self._grammars.get(step.seq_id), self._matchers.get(step.seq_id)
         assert grammar is not None, (
@@ -298,7 +298,7 @@ class GrammarStates:
 
     @staticmethod
     def _error(matcher: GrammarMatcher, bits: Bits, *, is_late: bool) -> str | None:
-        """Return why a text cannot go on behind these bits of its next token; None if it can."""
+        """Return why a text cannot go on after these bits of its next token; None if it can."""
         if matcher.error is not None:
             return matcher.error
         if matcher.is_terminated:

@@ -83,7 +83,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def _why_impossible(grammar: Grammar) -> str:
-    """Return why not even a first byte can be written, or none behind it; "" if they can."""
+    """Return why not even a first byte can be written, or none after it; "" if they can."""
     matcher = LLMatcher(
         LLTokenizer("byte"), library_grammar(grammar), log_level=0, limits=parser_limits()
     )

@@ -1,6 +1,6 @@
 """`AsyncLLM`: many concurrent requests of an event loop into one engine in a thread of its own.
 
-It hands deltas from the thread to the loop; what a request is, local_engine.py knows.
+It hands deltas from the thread to the loop; local_engine.py knows what a request is.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Output:
     prompt_token_ids: tuple[int, ...] = ()
     index: int = 0  # among the n of its prompt
     error: SpecserveError | None = None
-    # One for each token of the prompt, None for the first, if they were asked for.
+    # One for each token of the prompt, None for the first, if they were requested.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
@@ -229,7 +229,7 @@ class PendingOutput:
 
     def take(self) -> OutputDelta | None:
         """Return what came since the last call as one delta; None if nothing did."""
-        # After a stop string come empty ones.
+        # Empty pieces come after a stop string.
         pieces = [piece for piece in self._pieces[self._num_taken :] if piece != OutputDelta("")]
         if self._num_taken == 0 and self._echo and pieces:
             pieces = [OutputDelta(self._echo), *pieces]

@@ -310,7 +310,7 @@ def sdpa_kernel(
 def _gather(
     group: AttentionGroup, pool: Tensor, dtype: torch.dtype
 ) -> Tensor:  # [seqs * kv_heads, context, dim]
-    """Return the keys or values of a group; those of FP8 pages are widened, and not yet scaled."""
+    """Return the keys or values of a group; FP8 pages' are widened, and not yet scaled."""
     shape = group.seqs * pool.shape[1], group.context, pool.shape[2]
     if pool.dtype != FLOAT8:
         return pool.view(-1, pool.shape[2]).index_select(0, group.pages.gather).view(shape)

@@ -78,7 +78,7 @@ class PagedCache:
         state_width: int = 0,
         scales: Sequence[PageScales] = (),
     ) -> None:
-        """Create a cache; with a `state_width` each slot also has a state of so many numbers.
+        """Create a cache; with a `state_width` each slot also has a state of that many numbers.
 
         Pages of FP8 numbers have `scales`, one pair a layer; without them all are 1.
         """
@@ -100,7 +100,7 @@ class PagedCache:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Empty the cache and give it so many pages, in the same lists of tensors."""
+        """Empty the cache and give it that many pages, in the same lists of tensors."""
         self.num_pages = num_pages
         for tensors in (self.keys, self.values, self._pools):
             tensors.clear()  # before there are new ones
@@ -148,7 +148,7 @@ class PagedCache:
         )
 
     def begin(self, seq_id: int, salt: bytes) -> None:
-        """Start a sequence that shares pages with those of the same salt, unless it is there."""
+        """Start a sequence that shares pages with others of the same salt, unless it is there."""
         if seq_id not in self._sequences:
             self._add_sequence(seq_id).salt = salt
 
@@ -181,7 +181,7 @@ class PagedCache:
         sequence.tokens.extend(tokens)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back: drop cached positions past `length`, such as those of rejected draft tokens.
+        """Roll back: drop cached positions past `length`, such as rejected draft tokens'.
 
         Whole pages are freed at once. Everything below `length` counts as committed from then on.
         Raises ValueError if fewer than `length` positions are cached.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 ZERO_CODE = 8
 """What is stored of a zero in 4 bits, which have no sign."""
 RANGES: Mapping[int, tuple[int, int]] = {8: (-128, 127), 4: (-8, 7)}
-"""Smallest and largest integer of so many bits."""
+"""Smallest and largest integer of that many bits."""
 
 
 class CodedWeight(Tensor):

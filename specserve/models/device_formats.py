@@ -59,7 +59,7 @@ def resolve_page_dtype(
 ) -> torch.dtype:
     """Return the number format of a model's pages; `auto` is what its checkpoint says.
 
-    Reads config.json only. Raises ConfigError for FP8 that is asked for where there is none.
+    Reads config.json only. Raises ConfigError for FP8 that is requested where there is none.
     """
     is_stated = states_float8_pages(directory)
     if name == "auto" and not is_stated:
@@ -115,7 +115,7 @@ def codes_kept(
 ) -> Codes | None:
     """Return which quantised weights linear layers compute with as they are; None: with none.
 
-    They are those of the checkpoint, or what its weights are rounded to as they are read.
+    They are the checkpoint's, or what its weights are rounded to as they are read.
     """
     if device.type == "cpu":
         return Codes.INTEGERS if runs_compiled(kernel, dtype, device) else None

@@ -38,7 +38,7 @@ class _Forward:
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:  # each [1, heads, rows, dim]
         """Return queries, keys and values.
 
-        Each key and value head comes behind the query heads that share it.
+        Each key and value head comes after the query heads that share it.
         """
         own = self._own
         shared = own.num_heads // own.num_kv_heads

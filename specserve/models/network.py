@@ -50,14 +50,14 @@ class Network(Protocol):
     def logits_in_parts(
         self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Run one pass, and yield the logits of each part of its rows when they are asked for."""
+        """Run one pass, and yield the logits of each part of its rows when they are requested."""
         ...
 
 
 class ShareableNetwork(Network, Protocol):
     """A network whose weights a drafter may use.
 
-    If it `returns_hidden`, each row has the hidden state that the head was given behind its logits.
+    If it `returns_hidden`, each row has the hidden state that the head was given after its logits.
     With taps, each pass leaves the inputs of the tapped layers there, of all its rows.
     """
 

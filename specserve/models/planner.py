@@ -49,7 +49,7 @@ class Rows:
 class Planner:
     """Plans the layouts of passes.
 
-    It keeps the pages of the last pass, because those of a decoding batch seldom change between
+    It keeps the pages of the last pass, because a decoding batch's pages seldom change between
     passes.
     """
 
@@ -120,7 +120,7 @@ class Planner:
         return Rows(firsts, positions, self._slots(writes.block_table, owner, positions))
 
     def _single_sequence(self, writes: Writes, passes: int) -> list[Layout]:
-        """Lay out one sequence, whose positions and slots are ranges of those of its group."""
+        """Lay out one sequence, whose positions and slots are ranges of its group's."""
         queries = int(writes.counts[0])
         rows = passes * queries
         stop = int(writes.starts[0]) + queries
@@ -209,7 +209,7 @@ class Planner:
         return [Layout(*of_pass) for of_pass in of_passes]
 
     def _is_bucket(self, queries: int) -> bool:
-        """Return whether runs of so many rows keep their shape: short ones, and some long ones."""
+        """Return whether runs of that many rows keep their shape: short ones and some long ones."""
         return queries <= MAX_BATCHED_QUERIES or self._bucket(1, queries) == (1, queries)
 
     def _bucket(self, seqs: int, queries: int) -> tuple[int, int]:

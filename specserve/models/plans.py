@@ -231,7 +231,7 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     },
 }
 MULTI_QUERY_FALCON = {**FALCON_PARTS, "h.*.self_attention.query_key_value": "colwise_qkv"}
-"""Of a Falcon whose one key and value head lies behind all queries: each rank holds it."""
+"""Plan of a Falcon whose one key and value head lies after all queries: each rank holds it."""
 QUERY_NAMES = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")
 """Modules of which a plan has at least one if it divides attention by heads."""
 KV_NAMES = ("k_proj", "v_proj")

@@ -16,9 +16,9 @@ from specserve.types import PromptLogprobs, Verdict, VerifyStep
 
 
 class PromptScores:
-    """The logprobs of the prompt's tokens behind the positions of one pass.
+    """The logprobs of the prompt's tokens after the positions of one pass.
 
-    They are of the unwarped distribution, like those of generated tokens. Slices are reduced as
+    They are of the unwarped distribution, like generated tokens' logprobs. Slices are reduced as
     they come, so that no more than one slice of the logits is held.
     """
 

@@ -82,8 +82,8 @@ class Runner:
         """Return the logits [sum(num_logits), vocab] of the last positions of each step.
 
         Step i has `num_logits[i]` of them; one with 0 is prefill whose logits nothing needs. The
-        reader is given those of first positions besides; a step with such ones is computed whole.
-        Raises OutOfPages.
+        reader is given the logits of first positions besides; a step with such ones is computed
+        whole. Raises OutOfPages.
         """
         num_read = [0] * len(steps) if reader is None else reader.num_rows
         steps = self.write(steps, num_logits, num_read)

@@ -35,7 +35,7 @@ NUM_BLOCKS = {"cuda": 4}
 """Blocks of memory that are written and read, one of SMALL_BLOCK_BYTES elsewhere."""
 SMALL_BLOCK_BYTES = 2**20
 FREE_SHARE = 8
-"""One part in so many of the free memory is tested at most."""
+"""One part in that many of the free memory is tested at most."""
 STRIDE = 0x9E3779B97F4A7C1
 """Odd factor between the numbers of a pattern, so that each place holds another number."""
 

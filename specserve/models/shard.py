@@ -1,6 +1,6 @@
 """Tensor parallelism from outside: the part of each parameter that a rank holds, and the sums.
 
-Plain tensors, one sum over the ranks behind each row-wise layer. Knows no files, and of
+Plain tensors, one sum over the ranks after each row-wise layer. Knows no files, and of
 architectures no more than their plans.
 """
 
@@ -71,7 +71,7 @@ class Shard:
         """Return the sum over the ranks, on CPUs added in rank order; `partial` is lost.
 
         An all-reduce of three ranks or more adds in an order that depends on the number of rows, as
-        the products of GPUs do anyway. Of two ranks there is one addition, and no order.
+        the products of GPUs do anyway. Two ranks take one addition, which has no order.
         """
         if self.size <= 2 or partial.is_cuda:
             dist.all_reduce(partial, group=self.group)
@@ -116,7 +116,7 @@ class Shard:
         return self._gather_all(own)[: len(elements)]
 
     def _gather_all(self, part: Tensor) -> Tensor:
-        """Return all ranks' 1-dimensional tensors, one behind the other, on every rank."""
+        """Return all ranks' 1-dimensional tensors, one after the other, on every rank."""
         parts = part.new_empty(self.size * len(part))
         _all_gather(parts, part, group=self.group)
         return parts

@@ -54,7 +54,8 @@ class TargetModel:
     """Rank 0 of a target, or the only one.
 
     If the network `returns_hidden`, the target keeps the hidden state that heads draft from, for
-    each sequence. With taps, it hands those of all committed positions of a pass to `on_hidden`.
+    each sequence. With taps, it hands the states of all committed positions of a pass to
+    `on_hidden`.
     """
 
     def __init__(

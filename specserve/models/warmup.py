@@ -76,5 +76,5 @@ def _seconds(model: WarmupTarget, rows: int, clock: Callable[[], float]) -> floa
     start = clock()
     drafts = (0,) * (rows - 1)
     step = VerifyStep(WARMUP_SEQ_ID, 0, (0,), drafts, None, POLICY, encoder_input=encoder_input)
-    model.verify([replace(step, gamma=1)])  # no pass behind it is enqueued before it is read
+    model.verify([replace(step, gamma=1)])  # no pass after it is enqueued before it is read
     return clock() - start

@@ -97,7 +97,7 @@ class WarpBatch:
         """Return weights in proportion to p, float32, of a part of the vocabulary.
 
         `highest` [rows, 1] are the highest logits of the whole rows, whose weight is 1. A weight
-        depends on these and its own logit alone, so that its bits are those of the whole row. For
+        depends on these and its own logit alone, so that its bits are as in the whole row. For
         warps that neither adjust nor truncate, and are not greedy.
         """
         return self._divide(logits.float() - highest).exp_()
@@ -198,7 +198,7 @@ def from_sparse_distribution(
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprobs]:
-    """Return each row's logprobs: its token's and those of the `num_top` likeliest tokens.
+    """Return each row's logprobs: its token's and the `num_top` likeliest tokens'.
 
     They are of the unwarped distribution. logits [rows, vocab], tokens [rows].
     """

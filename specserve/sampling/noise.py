@@ -73,7 +73,7 @@ def row_keys(
 def stage_seed(seed: int, round: int, stage: int) -> int:
     """Return the seed of one cascade stage in one round.
 
-    Its purposes and positions are then disjoint from those of every other stage.
+    Its purposes and positions are then disjoint from every other stage's.
     """
     key = _mix64(_mix64(seed_array([seed])) ^ np.uint64(round))
     return int(_mix64(key ^ np.uint64(stage + 1))[0])
@@ -109,7 +109,7 @@ def exponential(keys: Tensor, ids: Tensor) -> Tensor:
 def rows_per_chunk(like: Tensor) -> int:
     """Return how many rows of such a tensor to process at once.
 
-    On a CPU these are so few that the chunk stays in a core's cache.
+    The rows on a CPU are so few that the chunk stays in a core's cache.
     """
     rows, width = like.shape
     return max(1, _SCRATCH // width if like.device.type == "cpu" else rows)

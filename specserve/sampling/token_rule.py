@@ -78,7 +78,7 @@ class BadWords:
         return (*known, *history.drafts)
 
     def forbidden_after(self, text: tuple[int, ...]) -> Iterator[int]:
-        """Yield the tokens that would complete a word behind a text."""
+        """Yield the tokens that would complete a word after a text."""
         yield from self.single
         for beginning, last in self.by_end.get(text[-1], ()) if text else ():
             if text[-len(beginning) :] == beginning:

@@ -206,7 +206,7 @@ def block_acceptance(p: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
 def residual(
     p: Tensor, drafts: DraftBatch, accepted: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return max(0, P p - q) in the row behind the accepted tokens, [seqs, vocab], unnormalised.
+    """Return max(0, P p - q) in the row after the accepted tokens, [seqs, vocab], unnormalised.
 
     This is the distribution of the correction (2211.17192, Algorithm 1, with P = 1; 2403.10444,
     Algorithm 2). q is 0 past the last draft token, so there it is p, the bonus's distribution.

@@ -67,7 +67,7 @@ class Propose:
     deadline: float  # seconds from now, since clocks differ between hosts
     steps: tuple[DraftStep, ...]
     released: tuple[int, ...] = ()
-    hidden: tuple[HiddenStates, ...] = ()  # for a head that reads them; those of the last verdicts
+    hidden: tuple[HiddenStates, ...] = ()  # for a head that reads them; the last verdicts' states
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Verify:
 
     @property
     def wants_drafts(self) -> bool:
-        """True if a drafter in the target's process pushes proposals behind the answer."""
+        """True if a drafter in the target's process pushes proposals after the answer."""
         return any(step.gamma for step in self.steps)
 
 

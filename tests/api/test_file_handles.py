@@ -51,7 +51,7 @@ def stream(connection: http.client.HTTPConnection) -> bytes:
 def stream_when_accepted(port: int) -> bytes:
     """Return the body of a streamed answer on a new connection.
 
-    The server closes connections that it accepts before it has closed those of the flood.
+    The server closes connections that it accepts before it has closed the flood's.
     """
     until = time.monotonic() + SECONDS
     while True:

@@ -22,7 +22,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def exchange(server: RunningServer, request: bytes) -> tuple[bytes, bytes]:
-    """Return head and body of the answer; the server closes the connection behind it."""
+    """Return head and body of the answer; the server closes the connection after it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(request)
         answer = b""

@@ -1,6 +1,6 @@
 """Everything that a request can make grow has a limit, and more is refused by name.
 
-The rows are those of the table in docs/guides/security.md.
+The rows are from the table in docs/guides/security.md.
 """
 
 from __future__ import annotations

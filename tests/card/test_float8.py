@@ -63,7 +63,7 @@ def test_a_product_is_that_of_the_widened_numbers() -> None:
     assert codes.dtype == FLOAT8
     assert codes.float().abs().amax(1).tolist() == [448.0 if i != 4 else 0.0 for i in range(9)]
     widened = codes.double() * scales.double()
-    # Three bits behind the first: rounded to the nearest, off by a sixteenth at most.
+    # Three bits after the first: rounded to the nearest, off by a sixteenth at most.
     assert bool(((widened - x.double()).abs() <= x.double().abs() / 16 + 1e-5 * scales).all())
     expected = widened @ weight.widen(torch.float64).T + bias.double()
     found = float8_product(x, weight, bias).double()

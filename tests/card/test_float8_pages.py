@@ -105,7 +105,7 @@ def test_pages_hold_keys_and_values_over_the_scales_of_their_layer(
         strict=True,
     ):
         assert torch.equal(found, same), "fp8 has the scales that the checkpoint has"
-        # Three bits behind the first, and the smallest steps near zero.
+        # Three bits after the first, and the smallest steps near zero.
         assert bool(((found * scale - true).abs() <= true.abs() / 15 + scale / 100).all())
         assert float(found.abs().max()) > 100
 

@@ -52,7 +52,7 @@ def runner(path: Path, device: str, **options: Any) -> Runner:
 
 
 def decoded(model: Runner, counts: Sequence[int], *, turns: int = 3) -> Tensor:
-    """Return logits of passes of `counts` tokens behind prompts of LENGTHS, a prompt beside one."""
+    """Return logits of passes of `counts` tokens after prompts of LENGTHS, a prompt beside one."""
     out = []
     is_t5 = hasattr(model, "encoder_cache")
     done = []

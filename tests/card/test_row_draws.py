@@ -1,4 +1,4 @@
-"""Draws from whole rows: the kernel of a card makes those of the CPU, or is not used."""
+"""Draws from whole rows: the kernel of a card makes the CPU's draws, or is not used."""
 
 from __future__ import annotations
 

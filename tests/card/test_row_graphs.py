@@ -1,4 +1,4 @@
-"""Graphs of FlashInfer's passes: captured at the start, for any sequences of so many rows."""
+"""Graphs of FlashInfer's passes: captured at start, for any sequences of their number of rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Request:
         return f"{begun}, {self.stream.status} {what!r}"
 
     def gap_after(self, moment: float) -> float | None:
-        """Return the longest gap that ends behind a moment of this stream, if there is one."""
+        """Return the longest gap that ends after a moment of this stream, if there is one."""
         gaps = [later - sooner for sooner, later in pairwise(self.stream.times) if later > moment]
         return max(gaps, default=None)
 

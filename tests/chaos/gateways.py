@@ -231,7 +231,7 @@ def held(snapshot: Snapshot) -> str:
 async def campaign(
     address: ServerAddress, engine: Any, num_faults: dict[str, int], *, seed: int, seconds: float
 ) -> AsyncIterator[tuple[str, Outcome]]:
-    """Yield the outcome of each kind of fault; after so many seconds of it no more begin."""
+    """Yield the outcome of each kind of fault; after `seconds` of it no more begin."""
     load, hub = Load(address, engine), RelayHub()
     try:
         campaign = Campaign(load, hub, random.Random(seed))

@@ -110,7 +110,7 @@ async def _after(seconds: float, fault: Fault, relay: Relay) -> None:
 
 
 async def measure(fault: Fault, times: int) -> list[float]:
-    """Return the pauses of so many faults; each round must have been computed once."""
+    """Return the pauses of a number of faults; each round must have been computed once."""
     link = MeasuredLink()
     try:
         pauses = [await link.pause(fault) for _ in range(times)]

@@ -13,7 +13,7 @@ from lab.chaos.report import ChaosOutcome, table_row
 
 
 class OutcomeFile:
-    """A JSON line for each outcome: those of earlier runs, and of this one."""
+    """A JSON line for each outcome: outcomes of earlier runs, and of this one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

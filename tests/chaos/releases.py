@@ -1,9 +1,9 @@
 """`python -m tests.chaos.releases`: updates of a server under load to another release's wheel.
 
 Two wheels of this tree are made, the second with another version of the package, and once with
-another version of the protocol, too: its processes and those of the first refuse one another.
+another version of the protocol, too: its processes and the first's refuse one another.
 With --earlier REF the first wheel is that of an earlier commit. `serve deploy` goes from one to the
-other and back, with two engines and two gateways, and so many updates of each kind.
+other and back, with two engines and two gateways, and a number of updates of each kind.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def add_outcomes_option(parser: argparse.ArgumentParser) -> None:
 
 
 def added(rows: list[str], name: str, outcome: ChaosOutcome, kept_in: Path | None) -> list[str]:
-    """Return the rows with one for the outcome, or those of a file with the outcome added."""
+    """Return the rows with one for the outcome, or a file's rows with the outcome added."""
     if kept_in is None:
         return [*rows, table_row(name, outcome)]
     file = OutcomeFile(kept_in)

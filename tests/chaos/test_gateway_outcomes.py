@@ -1,4 +1,4 @@
-"""A stream that breaks counts against the fault, but for those of the gateway that was struck."""
+"""A stream that breaks counts against the fault, but for streams of the gateway that was struck."""
 
 from __future__ import annotations
 

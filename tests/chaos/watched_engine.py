@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class NotedReplies(ReplyStreams):
-    """Replies that note the gateway's port of each sequence until it is asked for no more."""
+    """Replies that note the gateway's port of each sequence until it is requested no more."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def test_every_alert_has_an_entry_in_the_runbook() -> None:
 
 
 def test_metrics_that_documents_name_exist() -> None:
-    # The limits' keys have endings like those of metrics.
+    # The limits' keys have endings like metrics' names.
     names = {family.name for family in FAMILIES} | {key.name for key in fields(LimitsConfig)}
     for page in ("docs/guides/runbook.md", "docs/guides/operating.md"):
         text = (ROOT / page).read_text(encoding="utf-8")

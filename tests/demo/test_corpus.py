@@ -25,7 +25,7 @@ def test_no_prompt_follows_another_one_at_once() -> None:
 
 
 def _behind(prompt: tuple[int, ...], files: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the tokens behind a prompt, which lies in one of the files."""
+    """Return the tokens after a prompt, which lies in one of the files."""
     for tokens in files:
         for start in range(0, len(tokens), 2 * len(prompt)):
             if tokens[start : start + len(prompt)] == prompt:

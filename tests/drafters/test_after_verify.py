@@ -68,7 +68,7 @@ def test_every_round_of_decoding_has_as_many_draft_tokens_as_were_wanted(
     engine = Engine(pair[0], pair[0])
     assert engine.drafter is not None
     run = run_together(engine.target, engine.drafter, greedy([[1, 2, 3]], max_tokens=33), gamma=3)
-    # One token behind the prompt, then rounds of three draft tokens and a bonus.
+    # One token after the prompt, then rounds of three draft tokens and a bonus.
     assert run.num_rounds == 1 + 8 + 1
     assert run.drafted == run.accepted == 24
 

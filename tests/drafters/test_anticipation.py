@@ -346,7 +346,7 @@ def test_a_drafter_without_confidence_gets_its_branches_by_rank() -> None:
 def test_as_many_branches_are_drafted_as_there_is_time_for(
     per_branch: float, at_least: int, at_most: int
 ) -> None:
-    """Prepare in a window of 10 ms, by 4 passes that take 0.1 ms and so many for each branch."""
+    """Prepare in a window of 10 ms, by 4 passes of 0.1 ms and `per_branch` for each branch."""
     budget, now, reached = BranchBudget(Fanout()), 0.0, []
     idle = IdleTime(lambda: now)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Logprobs of prompts through a whole engine: in batches, under preemption, behind a crash."""
+"""Logprobs of prompts through a whole engine: in batches, under preemption, after a crash."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A grammar that is being compiled holds up the texts under it, and no other.
 
-The target says that it is, and is asked again with each round.
+The target says that it is, and is queried again with each round.
 """
 
 from __future__ import annotations

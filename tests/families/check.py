@@ -140,7 +140,7 @@ def _last_row(runner: Runner, step: Step) -> Tensor:  # [vocab]
 
 
 def ranks_write_the_library_s_texts(directory: Path, size: int, *, gathers: bool = False) -> bool:
-    """Return whether ranks together write greedy texts that are those of generate()."""
+    """Return whether ranks together write the greedy texts of generate()."""
     model = reference(directory)
     with ranks_of(directory, size, gathers=gathers) as run:
         for seq_id, prompt in enumerate(prompts()):
@@ -170,7 +170,7 @@ def int8_is_widened(directory: Path, root: Path) -> bool:
 def is_captured(directory: Path, expected: Tensor) -> bool:
     """Return whether passes on an emulated card are captured as graphs, and replay what is right.
 
-    Each token is a pass of its own, behind the first that is captured.
+    Each token is a pass of its own, after the first that is captured.
     """
     options = ModelOptions(
         dtype="float32", device="cuda", pages=40, prefix_caching=False, attention="sdpa"
@@ -185,7 +185,7 @@ def is_captured(directory: Path, expected: Tensor) -> bool:
 
 
 def texts_are_the_library_s(directory: Path, draft: Path) -> bool:
-    """Return whether greedy texts, plain and speculative, are those of generate()."""
+    """Return whether greedy texts, plain and speculative, equal the texts of generate()."""
     model = reference(directory)
     expected = [_continued(model, prompt) for prompt in prompts()]
     engine = Engine(directory, checkpoints.perturb(directory, draft, DRAFT_NOISE), pages=60)

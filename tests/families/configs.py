@@ -1,4 +1,4 @@
-"""Tiny configs of the families that are deployed, beside those of `tests.support.checkpoints`.
+"""Tiny configs of deployed families, beside the configs of `tests.support.checkpoints`.
 
 Each has what sets its family apart: multipliers, norms in other places, layers without rotation.
 """

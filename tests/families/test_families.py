@@ -113,7 +113,7 @@ def test_a_gemma_4_that_sees_ahead_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gemma_4_may_hold_keys_that_its_layers_share_with_others(tmp_path: Path) -> None:
-    """Released files have projections of keys and values for layers that use those of others."""
+    """Released files have key and value projections for layers that use other layers'."""
     directory = write("gemma4_image_text", tmp_path / "plain")
 
     def add(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

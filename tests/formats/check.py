@@ -24,7 +24,7 @@ RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The logits behind a prompt, and the greedy text that follows it."""
+    """The logits after a prompt, and the greedy text that follows it."""
 
     logits: Tensor  # [vocab]
     tokens: tuple[int, ...]

@@ -52,7 +52,7 @@ def open_runner(kind: str, device: str, **options: object) -> Runner:
 
 
 def decode(runner: Runner, counts: tuple[int, ...], turns: int = 2) -> torch.Tensor:
-    """Return logits of passes of `counts` tokens behind prompts."""
+    """Return logits of passes of `counts` tokens after prompts."""
     is_t5 = hasattr(runner, "encoder_cache")
     lengths = []
     for seq_id, length in enumerate(PROMPT_LENGTHS):

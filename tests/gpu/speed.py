@@ -70,7 +70,7 @@ def measure_ceilings(scale: Scale) -> Results:
 
 
 def time_passes(model: Model, scale: Scale) -> dict[str, str]:
-    """Time passes of decoding and verifying, behind texts of some length."""
+    """Time passes of decoding and verifying, after texts of some length."""
     runner, found = model.runner, {}
     for batch, count, context in SMALL_SHAPES if scale.is_small else SHAPES:
         seq_ids = list(range(batch))

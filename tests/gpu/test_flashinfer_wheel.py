@@ -1,4 +1,4 @@
-"""The wheel that is carried to a GPU: kernels in the place of their sources."""
+"""The wheel that is copied to a machine with a GPU: kernels in the place of their sources."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints of the shapes of real models that compute what the demo's small models compute.
 
 Their passes cost what passes of such models cost, their texts are real, and their draft tokens are
-accepted as those of the demo pair are. Layers and columns beyond the small model's have random
+accepted as the demo pair's are. Layers and columns beyond the small model's have random
 weights that nothing reads, or whose output is multiplied by 0.
 """
 

@@ -333,7 +333,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(
 def test_texts_are_the_same_if_their_grammars_are_compiled_late(
     pairs: Pairs, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeded texts: each grammar is found to be compiled when it has been asked for four times."""
+    """Seeded texts: each grammar is found to be compiled when it has been requested four times."""
     asked = [
         replace(request, seeded=True)
         for request in requests("coupled", 12, first_seed=SEED * 14, max_tokens=9)

@@ -47,7 +47,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         # A lexeme that took all it could would take the last a.
         ('root ::= [a-z]+ "a"', "aba", WHOLE),
         ('root ::= [a-z]+ "a"', "ab", PREFIX),
-        # Both alternatives go on behind ab, the longer literal or not.
+        # Both alternatives go on after ab, the longer literal or not.
         ('root ::= x | y\nx ::= "ab" "x"\ny ::= [a] "by"', "abx", WHOLE),
         ('root ::= x | y\nx ::= "ab" "x"\ny ::= [a] "by"', "aby", WHOLE),
         ("root ::= [a-] [^x/] .", "-q\n", WHOLE),

@@ -133,7 +133,7 @@ def test_masks_behind_drafts_equal_those_of_the_extended_texts(demo: GrammarComp
         if token is not None:
             step.write(len(step.tokens), (token,))
     assert not np.array_equal(bits[7], bits[9])
-    assert (bits[10] == -1).all()  # behind a forbidden draft token
+    assert (bits[10] == -1).all()  # after a forbidden draft token
     assert matchers[1].tokens == tokens[:5]
     assert ids(matchers[2], 4100) == ids(demo.start(SCHEMA), 4100)
 

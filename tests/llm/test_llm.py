@@ -24,7 +24,7 @@ from specserve.llm.inprocess import EngineParts, LocalDrafter, LocalTarget
 from specserve.types import DraftStep, Logprobs, ModelInfo, Proposal, TokenRule, Verdict, VerifyStep
 
 END = 256
-Script = Callable[[int], str]  # the text that follows a prompt of so many bytes
+Script = Callable[[int], str]  # the text that follows a prompt of that many bytes
 
 
 @cache

@@ -15,7 +15,7 @@ from specserve.models.memory import HUGE_PAGE, use_huge_pages
 def advised_ranges(
     monkeypatch: pytest.MonkeyPatch, address: int, num_bytes: int
 ) -> set[tuple[int, int]]:
-    """Return start and length of the memory that the kernel would be asked about."""
+    """Return start and length of the memory that the kernel would be called with."""
     ranges: set[tuple[int, int]] = set()
 
     def madvise(start: ctypes.c_void_p, length: ctypes.c_size_t, advice: ctypes.c_int) -> int:

@@ -1,4 +1,4 @@
-"""The target's side of a round: verdicts, logprobs and penalties equal those of plain decoding."""
+"""The target's side of a round: verdicts, logprobs and penalties equal plain decoding's."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_ranks_decide_as_one_rank_does(
     alone = load_target(path, options)
     expected = [list(alone.verify(steps)) for steps in rounds(policies)]
 
-    shards = joined(size, gathers=True)  # the products' bits are those of one rank
+    shards = joined(size, gathers=True)  # the products' bits are as on one rank
     first = load_target(path, options, shard=shards[0])
     followers = [
         TargetFollower(open_model(path, options, shard=shard).runner, first.info)

@@ -127,7 +127,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True if the samples fit what they must, and those of a lossy rule do not fit the target.
+        """True if the samples fit what they must, and a lossy rule's samples do not fit the target.
 
         A deviation away from q does not show that a lossy rule is caught.
         """

@@ -1,4 +1,4 @@
-"""On CPUs in bf16 a query's bits depend on it alone, whatever is attended beside it."""
+"""A query's bits in bf16 on CPUs depend on it alone, whatever is attended beside it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_query_s_bits_do_not_depend_on_what_is_attended_beside_it(
     for which, length in enumerate(TESTED):
         alone, start = one_by_one(paged, variant, which, kernel), length - TAIL
         for name, others in OTHERS.items():
-            # Before and behind the others.
+            # Before and after the others.
             for queries, index in itertools.product((1, 2, 5, TAIL), (0, len(others))):
                 parts = [*others[:index], (which, start, start + queries), *others[index:]]
                 out = paged.attend(parts, variant, kernel=kernel)[index]
@@ -170,7 +170,7 @@ def test_these_texts_would_show_another_order_of_summing(dim: int, kind: str, ke
     shuffled = shuffle(paged, kind)
     for which in range(len(TESTED)):
         ours, others = (one_by_one(one, variant, which, kernel) for one in (paged, shuffled))
-        # Compiled sums, and those of processors that do not multiply bf16, are rounded less, so
+        # Compiled sums, and sums of processors that do not multiply bf16, are rounded less, so
         # that more of them come out the same.
         is_rounded_often = kernel == "invariant" and multiplies_bf16()
         assert float((ours != others).float().mean()) > (0.5 if is_rounded_often else 0.3)

@@ -93,7 +93,7 @@ def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: 
 def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -> None:
     """Draw from the exact p, with noise keyed by seed and position.
 
-    These are the texts of the engine, and those of many seeds have the exact distribution.
+    These are the texts of the engine, and texts of many seeds have the exact distribution.
     """
     case = Case("coupled", "top 3", 2)
     result = sample(pairs, case, samples=300, first_seed=SEED)

@@ -1,4 +1,4 @@
-"""Greedy texts under token rules equal those of the library with its logits processors.
+"""Greedy texts under token rules equal the library's texts with its logits processors.
 
 They do so with any drafts, rejections and preemption, and when a request is resumed.
 """

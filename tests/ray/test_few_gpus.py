@@ -31,7 +31,7 @@ KEYS: dict[str, object] = {
 
 @pytest.fixture(params=[1, 2])
 def num_gpus(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Start a Ray with so many GPUs, which are declared and not there."""
+    """Start a Ray with that many GPUs, which are declared and not there."""
     gpus: int = request.param
     head: dict[str, Any] = {"num_cpus": 8, "num_gpus": gpus, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)

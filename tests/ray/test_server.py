@@ -345,7 +345,7 @@ def test_the_trace_shows_rounds(server: Server) -> None:
 def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
     server: Server, stream: bool
 ) -> None:
-    """Check that the engine cancels what a client that left has asked for.
+    """Check that the engine cancels what a client that left has requested.
 
     A stream without a reader is always noticed. For whole answers, HAProxy sometimes does not
     report that the client has left, so it may take several trials. Those that go on to their end

@@ -19,7 +19,7 @@ PROMPT = (5, 4)
 def allowed(
     rule: TokenRule, text: Sequence[int] = (), drafts: tuple[int, ...] = (), *, vocab: int = VOCAB
 ) -> list[list[int]]:
-    """Return the tokens that the rule allows behind a text, and behind each of its drafts."""
+    """Return the tokens that the rule allows after a text, and after each of its drafts."""
     history = History(np.array((*PROMPT, *text)), len(PROMPT), drafts)
     batch = WarpBatch([Warp(rule=rule)], [len(drafts) + 1], [history])
     p = batch.probabilities(torch.zeros(len(drafts) + 1, vocab))
@@ -32,7 +32,7 @@ def completes(word: tuple[int, ...], text: tuple[int, ...], token: int) -> bool:
 
 
 def test_every_row_forbids_what_its_own_text_and_position_forbid() -> None:
-    """Compare with the definition, for all texts of a length and all drafts behind them."""
+    """Compare with the definition, for all texts of a length and all drafts after them."""
     rule = TokenRule(4, (0, 3), ((1,), (2, 2), (4, 5, 2)))
     for text in itertools.product((2, 4, 5), repeat=3):
         for drafts in itertools.product((2, 4, 5), repeat=2):

@@ -65,7 +65,7 @@ def tab(
 ) -> Iterator[Page]:
     """Open a tab in a fresh context.
 
-    Errors in its console fail the test, except those of refused requests, which are logged there
+    Errors in its console fail the test, except errors of refused requests, which are logged there
     too.
     """
     context = browser.new_context(

@@ -205,7 +205,7 @@ def perturb(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Path:
 
 
 def add_tokenizer(directory: Path, *, ends: bool = False) -> PreTrainedTokenizerFast:
-    """Add a tokenizer with one token a byte behind the four special ones.
+    """Add a tokenizer with one token a byte after the four special ones.
 
     It fits every checkpoint made here. With `ends` every text gets an end token, as T5's do.
     """

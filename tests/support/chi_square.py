@@ -19,7 +19,7 @@ MIN_EXPECTED = 8.0  # expected samples in a cell
 
 @dataclass(slots=True)
 class Fit:
-    """Chi-square of counts against exact distributions; those of independent samples add up."""
+    """Chi-square of counts against exact distributions; independent samples' add up."""
 
     chi2: float = 0.0
     dof: int = 0

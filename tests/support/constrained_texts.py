@@ -25,7 +25,7 @@ from tests.support.exact_distribution import Conditionals, Ints, all_continuatio
 
 TOKENS = (b"a", b"b", b"<end>", b"ab", b"c", b"ca", b"bc", b"d")
 END = 2
-# `ab` and `abc` may be tokenized in several ways; behind a `d`, another is forced
+# `ab` and `abc` may be tokenized in several ways; after a `d`, another is forced
 GRAMMAR = Grammar("regex", "(ab|c)*(dd(b|c))?")
 LONG = Grammar("regex", "(a|b|c){30}d*")
 
@@ -66,7 +66,7 @@ def _tokenizer() -> LLTokenizer:
 def allowed(text: tuple[int, ...], grammar: Grammar = GRAMMAR) -> NDArray[np.bool_]:  # [VOCAB]
     """Return which tokens may follow.
 
-    Behind an end, or behind a text that the grammar excludes, only an end may: missing tokens are
+    After an end, or after a text that the grammar excludes, only an end may: missing tokens are
     counted as ends.
     """
     matcher = LLMatcher(_tokenizer(), LLMatcher.grammar_from_regex(grammar.text))

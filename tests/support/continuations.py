@@ -84,7 +84,7 @@ PENALIZED = Warp(
 BIASED = Warp(temperature=1.4, min_p=0.05, logit_bias=((3, 1.5), (6, -2.0)))
 RULED = Warp(rule=TokenRule(2, (2,), ((5,), (1, 3), (6, 1, 0))))
 NARROW = Warp(temperature=0.7, rule=TokenRule(0, (), ((0, 1), (3, 3), (3, 0), (3, 1)), (0, 1, 3)))
-"""Behind 3 its bad words would leave none of the allowed ids, and are not applied."""
+"""After 3 its bad words would leave none of the allowed ids, and are not applied."""
 WARPS = {
     "T = 1": (PLAIN,),
     "truncated": (TRUNCATED,),
@@ -424,7 +424,7 @@ def _count_accepted(
 ) -> None:
     """Count the acceptance of the tokens that begin a round.
 
-    Only these are verified given their prefix alone. They are those behind a token that was not an
+    Only these are verified given their prefix alone. They are those after a token that was not an
     accepted draft token.
     """
     rule = _rule(result.case)

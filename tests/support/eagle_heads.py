@@ -1,8 +1,8 @@
 """EAGLE-3 heads for tests: files as they are published, and what a head computes, by torch alone.
 
-Nothing here comes from the code under test. The names and keys of the files are those of SpecForge
-(LlamaForCausalLMEagle3) and of speculators 0.3 (Eagle3Speculator). Those of P-EAGLE heads are of
-speculators (its models/peagle at c05b95b, August 2026) and of what vLLM reads besides (its
+Nothing here comes from the code under test. The names and keys of the files come from SpecForge
+(LlamaForCausalLMEagle3) and from speculators 0.3 (Eagle3Speculator). Names of P-EAGLE heads come
+from speculators (its models/peagle at c05b95b, August 2026) and from what vLLM reads besides (its
 models/llama_eagle3.py): `ptd_token_id`, and `mask_hidden` of two dimensions.
 """
 
@@ -45,7 +45,7 @@ class HeadSizes:
 
 
 def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
-    """Write a head as SpecForge saves it; `keys` replace those of config.json."""
+    """Write a head as SpecForge saves it; `keys` replace keys of config.json."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
@@ -89,7 +89,7 @@ def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys:
 
 
 def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
-    """Write a head as speculators saves it; `keys` replace those of config.json."""
+    """Write a head as speculators saves it; `keys` replace keys of config.json."""
     layer = {
         "attention_bias": False,
         "head_dim": sizes.hidden_size // sizes.num_heads,
@@ -238,9 +238,9 @@ class ReferenceHead:
     def draft(
         self, tokens: Sequence[int], taps: Tensor, chain: Sequence[int]
     ) -> Tensor:  # [1 + chain, vocab]
-        """Return the logits behind a text, and behind each token of a chain that continues it.
+        """Return the logits after a text, and after each token of a chain that continues it.
 
-        `taps` [positions, 3 * hidden] are the target's states behind all tokens but the last.
+        `taps` [positions, 3 * hidden] are the target's states after all tokens but the last.
         """
         texts = torch.tensor([*tokens, *chain])[None]
         return self.draft_many(texts, taps[None], num_drafted=len(chain))[0]
@@ -260,9 +260,9 @@ class ReferenceHead:
     def draft_block(
         self, tokens: Sequence[int], taps: Tensor, *, num_drafted: int
     ) -> Tensor:  # [num_drafted, vocab]
-        """Return the logits of a P-EAGLE head behind a text, all of one pass.
+        """Return the logits of a P-EAGLE head after a text, all of one pass.
 
-        Behind the newest token are masks, each with the mask's token and the mask's three states.
+        Masks follow the newest token, each with the mask's token and the mask's three states.
         """
         assert self.sizes.mask_token is not None
         masks = num_drafted - 1

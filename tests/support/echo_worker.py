@@ -11,7 +11,7 @@ IMPORTED_BY = os.getpid()
 
 
 def work(connection: Connection) -> None:
-    """Answer with facts about this process, or do as asked, until the connection ends."""
+    """Answer with facts about this process, or run the command, until the connection ends."""
     while True:
         match connection.recv():
             case "process":

@@ -219,7 +219,7 @@ class Engine:
         with_drafter: SyncDrafter | None = None,
         **options: Any,
     ) -> Run:
-        """Generate all requests at once. `options` are those of `open_coordinator`.
+        """Generate all requests at once. `options` are as for `open_coordinator`.
 
         With `drafts` False there is no drafter.
         """

@@ -1,6 +1,6 @@
 """The exact distribution of short continuations, by enumeration of all of them.
 
-Logits are those of the library's own model in float64. Nothing here comes from the code under test
+Logits are from the library's own model in float64. Nothing here comes from the code under test
 but the names of the parameters.
 """
 
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Conditionals:
-    """Distributions of the next token behind every prefix.
+    """Distributions of the next token after every prefix.
 
     rows[d] has a row for each of the vocab**d continuations of length d, in lexicographic order.
     """
@@ -67,9 +67,9 @@ class LibraryModel:
         self.vocab = vocab  # of the texts; ids that the model does not have are fed to it as 0
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
-        """Return p of the next token behind the prompt and up to length - 1 more tokens.
+        """Return p of the next token after the prompt and up to length - 1 more tokens.
 
-        An encoder-decoder generates them behind its first token.
+        An encoder-decoder generates them after its first token.
         """
         if self.model.config.is_encoder_decoder:
             encoder_input, prompt = prompt, (self.model.config.decoder_start_token_id,)
@@ -185,7 +185,7 @@ def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> 
 
 
 def _forbid(x: Floats, texts: Ints, rule: TokenRule) -> Floats:
-    """Return the logits with -inf for what the rule forbids behind each text, row by row."""
+    """Return the logits with -inf for what the rule forbids after each text, row by row."""
     x = x.copy()
     for row, text in zip(x, texts.tolist(), strict=True):
         tokens = range(len(row))

@@ -284,7 +284,7 @@ def serving(
     is_encoder_decoder: bool = False,
     config: Mapping[str, object] | None = None,
 ) -> Iterator[RunningServer]:
-    """Serve the app in a thread of its own; the options are those of `app_over`."""
+    """Serve the app in a thread of its own; the options are as for `app_over`."""
     service, registry = service or FakeService(), Registry()
     app = app_over(
         service,
@@ -303,7 +303,7 @@ def serving(
 def serving_several(
     services: Mapping[str, FakeService], config: Mapping[str, object]
 ) -> Iterator[RunningServer]:
-    """Serve several models, one for each service; those of the config without one are not open."""
+    """Serve several models, one for each service; the config's models without one are not open."""
     settings, registry = config_from_keys(config), Registry()
     models = ModelDirectory([part.model for part in settings.models])
     for part in settings.models:

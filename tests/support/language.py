@@ -26,22 +26,30 @@ BANNED = re.compile(
     r"metronome|siege[sd]?|blows?|victims?|stranger(s)?|misshapen|revive[sd]?|"
     r"forgets?|forgot(ten)?|forgetting|set back|copyist|outlet|tally|tallies|foreseen|"
     r"tells?|told|telling|mishaps?|moods?|boastful|sworn|wishes|unasked|"
-    r"borne out|what gives way|loses? (its|their) places?"
+    r"borne out|what gives way|loses? (its|their) places?|riders?|dearest"
     r")\b",
     re.IGNORECASE,
 )
-# Words that are wrong in some places only: a draft token is rejected, an HTTP request is refused.
+BY_HAND = ("specserve", "lab", "tests", "docs/design", "docs/guides", "README", "CONTRIBUTING")
+"""Places without pages that a command writes."""
+# Words that are wrong in some places only: a draft token is rejected, an HTTP request is refused; a
+# server is behind a proxy, a token comes after another.
 BANNED_IN = {
     ("specserve/engine", "specserve/sampling", "specserve/drafters"): re.compile(
         r"\b(refus(e|es|ed|al|als|ing)|laws?)\b", re.IGNORECASE
-    )
+    ),
+    BY_HAND: re.compile(
+        r"\b(those of|so many|asked|"
+        r"behind (\S+ ){0,2}(tokens?|positions?|steps?|prompts?|verdicts?))\b",
+        re.IGNORECASE,
+    ),
 }
 WORDS_IN_NAMES = frozenset(
     """
     lest anew whoever nobody tidings heed forgive crew keeper manuscript strand trunk lawful suspect
     suspects acquit metronome siege blow victim victims stranger strangers misshapen revive guess
     guesses guesser judge judged judges copyist tally tallies foreseen forget forgets told tells
-    tell telling mood outlet mishap law laws
+    tell telling mood outlet mishap law laws rider riders riding dearest
     """.split()
 )
 OPENINGS = frozenset(

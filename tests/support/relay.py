@@ -76,7 +76,7 @@ class Relay:
         return through(address, self.port)
 
     def delay(self, seconds: float, *directions: Direction) -> None:
-        """Deliver all that comes from now on so much later; 0 ends the delay alone."""
+        """Deliver all that comes from now on that much later; 0 ends the delay alone."""
         self._call(lambda: self._delays.update(dict.fromkeys(directions or DIRECTIONS, seconds)))
 
     def swallow(self, *directions: Direction) -> None:
@@ -103,7 +103,7 @@ class Relay:
     def heal(self) -> None:
         """End all faults. What was held back is delivered, as a retransmission would do.
 
-        A connection from which bytes were swallowed is cut: TCP delivers nothing behind a gap.
+        A connection from which bytes were swallowed is cut: TCP delivers nothing after a gap.
         """
         self._call(self._heal)
 

@@ -109,7 +109,7 @@ class SelfSpeculativeEngine(Engine):
 class EagleEngine(Engine):
     """An engine whose drafter runs an EAGLE-3 head on the target's states, with pages of its own.
 
-    There are so many that a preempted sequence finds its states again.
+    There are enough of them that a preempted sequence finds its states again.
     """
 
     def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:
@@ -308,7 +308,7 @@ class SelfSpeculativePairs(Pairs):
 
     @torch.inference_mode()
     def _eagle_logits(self, drafter: str, texts: Tensor) -> Tensor:
-        """Return the logits of a head behind each text, [texts, length] -> [texts, vocab]."""
+        """Return the logits of a head after each text, [texts, length] -> [texts, vocab]."""
         reference = self._eagles[drafter]
         states = self._target.model(texts[:, :-1], output_hidden_states=True).hidden_states
         taps = torch.cat([states[i] for i in reference.sizes.taps or ()], dim=-1)

@@ -1,8 +1,8 @@
 """Try the wheel from an empty folder: build, install, examine, serve and send a request.
 
 With `--borrow`, `python -m tests.support.wheel` uses the dependencies of the environment that runs
-it and needs no network; without, it installs its own, and the seconds that are printed are those
-of a fresh machine.
+it and needs no network; without, it installs its own, and the seconds that are printed are a fresh
+machine's.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ LENGTH_GROWTH = 0.3
 SHUFFLED_SHARE = 0.15
 """Share of the training in which all texts are shuffled names."""
 SHUFFLED_EVERY = 4
-"""One text in so many is shuffled names afterwards."""
+"""One text in that many is shuffled names afterwards."""
 MUON_RATE, ADAMW_RATE = 0.002, 0.0005
 
 

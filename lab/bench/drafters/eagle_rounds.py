@@ -1,6 +1,6 @@
 """Rounds of an EAGLE-3 head beside a draft model and heads, all in one process.
 
-A head apart is imitated: what it prepares behind an answer takes none of the time that is counted.
+A head apart is imitated: what it prepares after an answer takes none of the time that is counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TimedTarget:
 
 @dataclass(slots=True)
 class TimedDrafter:
-    """Drafter whose answers are timed; what it prepares behind them is not."""
+    """Drafter whose answers are timed; what it prepares after them is not."""
 
     drafter: Drafter
     ahead: OpenDrafter | None

@@ -66,9 +66,9 @@ def add_induction_heads(model: Any, begin: int) -> None:
 def _add_previous_token_heads(attention: Any, steps: Tensor) -> list[Tensor]:
     """Make each head write the code of the token one position further back, while slots last.
 
-    Returns the projection of embeddings to codes, and those of hidden states to slots, nearest
-    position first. How far back a head looks is the angle between two constant vectors, its biases
-    of q and k.
+    Returns the projection of embeddings to codes, and the projections of hidden states to slots,
+    nearest position first. How far back a head looks is the angle between two constant vectors, its
+    biases of q and k.
     """
     width, hidden = attention.head_dim, attention.q_proj.in_features
     code = F.pad(_orthonormal(width, EMBEDDING_DIMS), (0, hidden - EMBEDDING_DIMS))

@@ -105,7 +105,7 @@ Measurements = Mapping[str, alpha.DrafterMeasurement]
 
 
 def write_page(file: Path, measured: Sequence[Section], titles: Sequence[str]) -> None:
-    """Write the measured sections and those of the existing page, in the order of `titles`."""
+    """Write the measured sections and the existing page's others, in the order of `titles`."""
     sections = read_sections(file) | {section.title: section.markdown() for section in measured}
     file.write_text(
         "\n\n".join((TITLE, ABOUT, *(sections[title] for title in titles if title in sections)))

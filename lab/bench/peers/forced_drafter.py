@@ -25,7 +25,7 @@ class ForcedDrafter:
         self._prefixes: dict[int, list[int]] = {}
 
     def learn(self, prompt: tuple[int, ...], text: tuple[int, ...]) -> None:
-        """Propose `text` behind `prompt` from now on."""
+        """Propose `text` after `prompt` from now on."""
         self._texts[prompt] = text
 
     def knows(self, prompt: tuple[int, ...], length: int) -> bool:

@@ -45,7 +45,7 @@ class PeerServer:
             command.arguments,
             stdout=self._log,
             stderr=self._log,
-            # its own packages, not those of this repository
+            # its own packages, not this repository's
             env={**uncapped_environment(), "PYTHONPATH": "", **command.environment},
             cwd=tempfile.gettempdir(),
             start_new_session=True,

@@ -18,7 +18,7 @@ PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The texts around reasoning, and the text that opens the answer behind it."""
+    """The texts around reasoning, and the text that opens the answer after it."""
 
     opening: str
     closing: str

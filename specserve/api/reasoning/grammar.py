@@ -1,4 +1,4 @@
-"""Write the grammar of reasoning and of the answer behind it, in Lark's notation for llguidance.
+"""Write the grammar of reasoning and of the answer after it, in Lark's notation for llguidance.
 
 A marker that is one token is written by its id, since the library lets no text spell an added
 token. The library's own limit of tokens, `max_tokens`, is not used: it does not survive a
@@ -29,7 +29,7 @@ def reasoning_grammar(
     """Return the grammar of reasoning and answer; None if nothing constrains them.
 
     `answer` is that of the answer alone, and None allows any text. The end of the reasoning is
-    forced behind `budget` tokens. With `answer_opens` the grammar of the answer has what opens it.
+    forced after `budget` tokens. With `answer_opens` the grammar of the answer has what opens it.
     """
     if budget is None and answer is None:
         return None

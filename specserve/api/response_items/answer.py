@@ -156,7 +156,7 @@ def _echo(body: ResponsesBody, head: ResponseHead) -> dict[str, object]:
         "user": body.user,
         "previous_response_id": None,
         "background": False,
-        "store": False,  # whatever was asked for: nothing is stored
+        "store": False,  # whatever was requested: nothing is stored
     }
 
 

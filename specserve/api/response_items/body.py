@@ -215,7 +215,7 @@ def _kinds(given: Any) -> Iterator[tuple[int, object]]:
 def to_chat(body: ResponsesBody) -> ChatBody:
     """Return the chat that a body asks for. Raises BadValue for what would need stored responses.
 
-    Its parts are not validated again: those of `body` have been.
+    Its parts are not validated again: they were validated in `body`.
     """
     for name in ("previous_response_id", "background"):
         if getattr(body, name):

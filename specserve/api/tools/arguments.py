@@ -35,7 +35,7 @@ class ArgumentsReader(Protocol):
 
 
 def new_reader(style: ArgumentStyle, kinds: Mapping[str, ParameterKind]) -> ArgumentsReader:
-    """Return a reader; `kinds` are those of the function's parameters."""
+    """Return a reader; `kinds` has the kinds of the function's parameters."""
     if style is ArgumentStyle.TAGS:
         return TagsReader(kinds)
     return JsonReader() if style is ArgumentStyle.JSON else KeywordsReader()

@@ -14,7 +14,7 @@ class JsonEndFinder:
         self._depth, self._in_quotes, self._escaped = 0, False, False
 
     def find(self, text: str) -> int | None:
-        """Return the position behind the object's last brace; None if it goes on."""
+        """Return the position after the object's last brace; None if it goes on."""
         at = 0
         if self._escaped and text:
             self._escaped, at = False, 1

@@ -22,7 +22,7 @@ _CLOSING = {"[": "]", "{": "}"}
 def keyword_rules(rule: str, schema: str) -> list[str]:
     """Return rules of arguments as Python's keywords, with commas between them.
 
-    `first` begins with the first argument that is written, and `rest` goes on behind one.
+    `first` begins with the first argument that is written, and `rest` goes on after one.
     """
     parameters = parse_parameters(schema)
     rules = [f"{rule}: {rule}_first_0"]
@@ -46,7 +46,7 @@ def _keyword_value(parameter: Parameter) -> str:
 
 
 class KeywordsReader(StepReader):
-    """Reader of Python's keyword arguments, up to the bracket behind the last."""
+    """Reader of Python's keyword arguments, up to the bracket after the last."""
 
     def __init__(self) -> None:
         super().__init__()

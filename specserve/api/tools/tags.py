@@ -68,7 +68,7 @@ class TagsReader(StepReader):
         if tag is None or tag.end() == len(self._pending):
             if tag is None and not self._may_become_tag():
                 raise MalformedArguments
-            return False  # a line break behind the tag belongs to it
+            return False  # a line break after the tag belongs to it
         self._take(tag.end())
         self._open(tag[1])
         self._kind = self._kinds.get(tag[1], ParameterKind.JSON)

@@ -51,7 +51,7 @@ class LoadPlan:
         """Return the limit and since when it holds, given what the replicas measure.
 
         A lower one holds at once. A higher one is approached by one step in each half-life of the
-        counts, since those of loads that are now avoided fade.
+        counts, since counts of loads that are now avoided fade.
         """
         limit = self.limit
         if measured is not None and (limit is None or measured < limit):

@@ -50,8 +50,9 @@ async def await_gateways(board: Any, *, wait_s: float = GATEWAYS_S) -> None:
 async def model_of(engine: Any, board: Any, name: str = "", *, may_fail: bool = True) -> ModelInfo:
     """Return what an engine of this release says of its model: itself, or by the board.
 
-    While an update replaces engines of another release, one of those may answer; it is asked again.
-    So is a deployment that has failed unless the gateway `may_fail`: it has other models to serve.
+    While an update replaces engines of another release, one of those may answer; it is called
+    again. So is a deployment that has failed unless the gateway `may_fail`: it has other models to
+    serve.
     """
     answers = [
         asyncio.create_task(_ask_engine(engine, may_fail=may_fail)),

@@ -118,7 +118,7 @@ def _start(listener: socket.socket, worker_module: str, parent_pid: int) -> None
         env=os.environ | FORK_SAFE | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
         # It may outlive us for a while, and must not hold open what reads our output. A forked
-        # process has the output of the one that asked for it.
+        # process has the output of the one that requested it.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -28,9 +28,9 @@ KINDS: dict[str, type[TargetWorker] | type[DraftWorker]] = {
 
 
 def work(connection: Connection) -> None:
-    """Make the worker that is asked for, call its methods as asked, and run it at last.
+    """Make the requested worker, call its methods on request, and run it at last.
 
-    The title of the process says which method runs, as those of Ray's processes do.
+    The title of the process says which method runs, as the titles of Ray's processes do.
     """
     worker: Any = None
     kind = ""

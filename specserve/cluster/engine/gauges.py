@@ -15,7 +15,7 @@ from specserve.metrics import Registry
 class Gauges:
     """Metrics read from the coordinator and the workers, with the last reading for differences.
 
-    Those of the application have no `replica`; those of this engine and of its ranks have.
+    The application's have no `replica`; metrics of this engine and of its ranks have.
     """
 
     def __init__(self, registry: Registry, replica: str) -> None:
@@ -69,7 +69,7 @@ class Gauges:
         self._registry.gauge(f"engine_{name}").set(value, self._replica, *labels)
 
     def _set_prefix_counts(self, name: str, total: int) -> None:
-        """Count tokens for the application, and set those of this engine, which end with it."""
+        """Count tokens for the application, and set this engine's gauges, which end with it."""
         self._add_since_last(f"prefix_cache_{name}_total", total)
         self._registry.gauge(f"engine_prefix_cache_{name}").set(total, self._replica)
 

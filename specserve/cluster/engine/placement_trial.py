@@ -40,8 +40,8 @@ def try_placements(
 ) -> tuple[PlacementChoice, Curve]:
     """Return the placement that promises more, and the seconds of the target's passes there.
 
-    The loads are one stream and that of the config. `curve` was measured with the threads that are
-    set now, those of both together.
+    The loads are one stream and the config's load. `curve` was measured with the threads that are
+    set now, the threads of both together.
     """
     team = torch.get_num_threads()
     load = min(config.limits.max_running, round(config.replicas.target_ongoing_requests))

@@ -197,7 +197,7 @@ class RemoteDrafter:
 
     A round whose proposals have all been prepared uses them and does not wait for its answer. A
     drafter that is away, or takes unusually long, gives no draft tokens, and no round waits for it.
-    It is asked again once it has answered.
+    It is called again once it has answered.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class RemoteDrafter:
         """Do nothing: rounds go on without draft tokens."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """Propose draft tokens for the steps: the prepared ones, or else those of the worker.
+        """Propose draft tokens for the steps: the prepared ones, or else the worker's answer.
 
         Sends the request before returning, unless the previous answer is still outstanding; then it
         is sent when that answer arrives.
@@ -296,7 +296,7 @@ class RemoteDrafter:
     def _find(self, step: DraftStep) -> Proposal | None:
         """Return the prepared proposal for a step, or None.
 
-        A proposal prepared for a smaller gamma is not used: the worker is asked instead. A step
+        A proposal prepared for a smaller gamma is not used: the worker is called instead. A step
         with gamma 0 needs no answer, since its tokens can be prefilled at any time.
         """
         if not step.gamma:
@@ -401,7 +401,7 @@ class RemoteDrafter:
 class PushedProposals:
     """Drafter that runs on rank 0 of the target, after each verification.
 
-    Its proposals arrive behind the verdicts that they continue, without a request. A round waits
+    Its proposals arrive after the verdicts that they continue, without a request. A round waits
     for them, but goes on without if they take unusually long or were lost.
     """
 
@@ -446,7 +446,7 @@ class PushedProposals:
         return [self._find(step) for step in steps]
 
     def _find(self, step: DraftStep) -> Proposal:
-        """Return the proposal behind the step; the worker itself keeps count of what it has cached.
+        """Return the proposal after the step; the worker itself keeps count of what it has cached.
 
         So all positions count as cached here, and no step repeats a token.
         """

@@ -47,7 +47,7 @@ class WorkerPlace:
 
     @property
     def hardware(self) -> str:
-        """Name of the device among those of its node: `device` counts the worker's own GPUs."""
+        """Name of the device among its node's devices: `device` counts the worker's own GPUs."""
         number = int(self.device.partition(":")[2] or 0)
         if self.device.startswith("cuda") and number < len(self.accelerators):
             return f"GPU {self.accelerators[number]}"

@@ -43,7 +43,7 @@ def warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:
 
 
 def set_num_threads(num_threads: int | None, *, sharers: int) -> None:
-    """Set torch's CPU threads: those of the config, or else a fair share of this node's cores.
+    """Set torch's CPU threads: the config's number, or else a fair share of this node's cores.
 
     The share is counted as if all `sharers` ran on this node.
     """

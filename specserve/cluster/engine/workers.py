@@ -227,7 +227,7 @@ class TargetWorker:
         )
 
     def _draft(self) -> None:
-        """Draft behind the verdicts that have just been sent, and push the proposals."""
+        """Draft after the verdicts that have just been sent, and push the proposals."""
         todo, self._to_draft = self._to_draft, None
         if self._drafter is None or todo is None:
             return

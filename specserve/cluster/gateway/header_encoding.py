@@ -38,7 +38,7 @@ class Utf8Headers:
 class SingleRequestId:
     """Answers with one request id: the first, which is the gateway's where it has answered.
 
-    Serve adds its own behind it (`RequestIdMiddleware` in ray/serve/_private/http_util.py).
+    Serve adds its own after it (`RequestIdMiddleware` in ray/serve/_private/http_util.py).
     """
 
     def __init__(self, app: ASGIApp) -> None:

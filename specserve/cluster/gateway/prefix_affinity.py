@@ -34,7 +34,7 @@ NUM_HASHED = 16
 NUM_RANDOM = 32
 """Engines that are compared by chance, so that a prefix which all requests share spreads."""
 MAX_COMPARED = MAX_HOLDERS + NUM_HASHED + NUM_RANDOM
-"""Up to so many engines all are compared. The time of a choice thus has a bound."""
+"""Up to that many engines all are compared. The time of a choice thus has a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class PrefixAffinity:
         """Return the engines, the one that costs all requests the least time first.
 
         A second copy of a prefix costs its tokens twice: they are computed now, and so is what
-        they displace in a full cache when it is next asked for. Of equals, the prefix itself
+        they displace in a full cache when it is next requested. Of equals, the prefix itself
         decides, so that several gateways take the same one; of many engines, the order of
         `candidates`, which hashes the prefix as well.
         """

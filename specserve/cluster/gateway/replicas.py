@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 LAST_CHUNK_S = 1.0
 FULL_RETRY_S = 0.5
 """Time between two attempts to resume a request while every queue is full."""
-# While engines refuse requests, as many are sent to them as have ended, and one more each so many
-# seconds; others are refused here. An engine's refusal takes long beside its other work, and a
-# flood of them would take its time from the requests that it serves.
+# While engines refuse requests, as many are sent to them as have ended, and one more every
+# PROBE_EVERY_S seconds; others are refused here. An engine's refusal takes long beside its other
+# work, and a flood of them would take its time from the requests that it serves.
 PROBE_EVERY_S = 2.0
 FULL_FOR_S = 4.0
 """Seconds after the last refusal of an engine, from which on all requests are sent again."""
@@ -54,7 +54,7 @@ NUMBER_BITS = 64
 BOARD_ANSWERS_S, BOARD_AWAY_S, BOARD_YOUNG_S = 2.0, 60.0, 3.0
 """Seconds that the board has to answer, may be away, and has no reports yet when it is new."""
 # Engines that cannot take a request, as in an update, when some run another release. Others are
-# tried for so long before it is refused: those of its release may only be full or starting.
+# tried for so long before it is refused: engines of its release may only be full or starting.
 UNSUITABLE_S = 10.0
 FIRST_UNSUITABLE_RETRY_S, UNSUITABLE_RETRY_S = 0.05, 0.5
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
@@ -65,7 +65,7 @@ class _OpenCall:
     """Chunks of one call that is under way, and the key of the engine that has it.
 
     The number of a call is random, and only the engine that has it is given it. So the first sender
-    of chunks with that number is that engine, and from then on those of all others are dropped.
+    of chunks with that number is that engine, and from then on all others' chunks are dropped.
     """
 
     chunks: ChunkQueue = field(default_factory=ChunkQueue)
@@ -235,7 +235,7 @@ class EngineReplicas:
     async def _dispatch(self) -> None:
         """Put each chunk into the queue of its request.
 
-        Those of requests that have ended, or that another engine has, are dropped.
+        Chunks of requests that have ended, or that another engine has, are dropped.
         """
         while True:
             received = await self._receiver.receive()

@@ -36,8 +36,8 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
 
     Calls that are no generations go to the least busy engine. A call gets the engine that was
     chosen for it. Serve would look it up by an id that all calls of one HTTP request share, such as
-    those of its several prompts, and find only the first; or, in order of arrival, give the engine
-    to a call that waits for another engine's answer.
+    the calls for its several prompts, and find only the first; or, in order of arrival, give the
+    engine to a call that waits for another engine's answer.
     """
 
     # Serve calls it once, with the keyword arguments of the deployment.
@@ -150,7 +150,7 @@ def _of_this_release(replicas: list[RunningReplica]) -> list[RunningReplica]:
     """Return the replicas that speak this version of the protocol, if any is known to.
 
     In an update the others refuse what this gateway sends. One that has not reported yet is only
-    asked if none of this version is there.
+    called if none of this version is there.
     """
     versions = [(replica.routing_stats or {}).get(PROTOCOL) for replica in replicas]
     for wanted in (VERSION, None):

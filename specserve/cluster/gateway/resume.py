@@ -71,7 +71,7 @@ class ResumableRequest:
         return replace(chunk, stats=replace(stats, resumed=self.num_resumed))
 
     def on_engine_lost(self, error: SpecserveError) -> float:
-        """Return the seconds to wait before the next engine is asked: none at the first loss.
+        """Return the seconds to wait before the next engine is called: none at the first loss.
 
         Raises WorkerLost after more than MAX_LOSSES without a token in MAX_STALL_S.
         """

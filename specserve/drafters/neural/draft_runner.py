@@ -69,5 +69,5 @@ class DraftRunner(Protocol):
 Translate = Callable[[Runner, int, int], DraftRunner]
 """Makes a runner of a target's ids of one whose tokenizer is another.
 
-The numbers are those of the model's ids and of the target's.
+The numbers count the model's ids and the target's.
 """

@@ -1,4 +1,4 @@
-"""The draft tokens that a model has drawn behind a prefix, and the work that remains.
+"""The draft tokens that a model has drawn after a prefix, and the work that remains.
 
 Knows no model and no cache.
 """
@@ -59,7 +59,7 @@ class DraftState:
         )
 
     def position_logits(self, last: Tensor) -> list[PositionLogits]:
-        """Return the logits at each draft token, and `last` at the position behind them."""
+        """Return the logits at each draft token, and `last` at the position after them."""
         positions = [
             PositionLogits(draws.logits[row], self.policy, self.start + i, token)
             for i, (token, (draws, row)) in enumerate(zip(self.tokens, self.rows, strict=True))
@@ -84,7 +84,7 @@ class DraftTask:
         return self.written.stop + max(self.num_wanted - 1, 0)
 
     def max_new_pages(self, page_size: int) -> int:
-        """Return the pages that the task may take, including those of the encoder input."""
+        """Return the pages that the task may take, including the encoder input's."""
         pages = max_new_pages(self.written.start, self.final_length, page_size)
         return pages + -(-len(self.prefill.encoder_input) // page_size)
 

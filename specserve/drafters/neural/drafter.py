@@ -104,12 +104,12 @@ class NeuralDrafter:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return forecasts, after one pass that writes all last tokens.
 
-        A sequence that does not fit, or has no draft tokens and no step, has no forecast. Riders
-        under a grammar wait for their own pass.
+        A sequence that does not fit, or has no draft tokens and no step, has no forecast. Extra
+        steps under a grammar wait for their own pass.
         """
         tasks = self._undrafted_tasks(undrafted)
         states = {
@@ -126,16 +126,16 @@ class NeuralDrafter:
         ]
         if not tasks:
             return []
-        riding = self._riding_tasks(riders, beside=tasks)
-        logits = self._shared(self._prefill([*tasks, *riding]))  # before the history is looked at
-        sampler = self._sampler([*tasks, *riding])
+        extra = self._extra_tasks(extra_steps, beside=tasks)
+        logits = self._shared(self._prefill([*tasks, *extra]))  # before the history is looked at
+        sampler = self._sampler([*tasks, *extra])
         sampler.draw(
             self._constrained.mask_logits(
-                [self.grammar_states.get(task.seq_id) for task in (*tasks, *riding)], logits
+                [self.grammar_states.get(task.seq_id) for task in (*tasks, *extra)], logits
             )
         )
-        if riding:
-            self._store_draws(riding, sampler, first_row=len(tasks))
+        if extra:
+            self._store_draws(extra, sampler, first_row=len(tasks))
         rankings = rank_next_tokens(
             [
                 task.state.position_logits(sampler.draws[0].logits[row])
@@ -189,7 +189,7 @@ class NeuralDrafter:
     def compute_logits(
         self, steps: Sequence[Step], wanted: Sequence[int]
     ) -> Tensor:  # [sum(wanted), shared vocabulary]
-        """Return the logits behind the last `wanted` tokens of each step; all steps must fit."""
+        """Return the logits after the last `wanted` tokens of each step; all steps must fit."""
         self._make_forks()
         return self._shared(
             self.runner.run(
@@ -200,7 +200,7 @@ class NeuralDrafter:
     def history(self, seq_id: int, length: int, policy: Policy) -> History | None:
         """Return what penalties and rules look at, or None without any.
 
-        All that is cached behind the first `length` tokens are draft tokens.
+        All that is cached after the first `length` tokens are draft tokens.
         """
         if not policy.warp.needs_history:
             return None
@@ -215,7 +215,7 @@ class NeuralDrafter:
             # Nothing was forked. Steps of the branches leave a gap and get empty proposals.
             return
 
-    def _riding_tasks(
+    def _extra_tasks(
         self, steps: Sequence[DraftStep], *, beside: Sequence[DraftTask]
     ) -> list[DraftTask]:
         """Return the tasks that get one draft token in the pass of others."""
@@ -254,7 +254,7 @@ class NeuralDrafter:
     def _task(self, step: DraftStep) -> DraftTask | None:
         """Return the work for the step, resuming its drafts.
 
-        None: it has enough of them, or leaves a gap behind what is cached.
+        None: it has enough of them, or leaves a gap after what is cached.
         """
         state = self._states.get(step.seq_id)
         if (
@@ -283,7 +283,7 @@ class NeuralDrafter:
         return self._resume_task(step.seq_id, state, num_wanted=step.gamma - len(state.tokens))
 
     def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
-        """Return the task that writes the uncached draft tokens and continues behind them."""
+        """Return the task that writes the uncached draft tokens and continues after them."""
         step = state.missing_step(seq_id, self.runner.cache.length(seq_id))
         return DraftTask(seq_id, step, state, num_wanted, self.runner.positions(step))
 
@@ -373,7 +373,7 @@ class NeuralDrafter:
         state = self._states.get(step.seq_id)
         if state is None or not step.gamma:
             if not self.runner.cache.holds(step.seq_id, step.start, self._known_ids(step.tokens)):
-                # There was no room: rejected draft tokens may lie behind the start.
+                # There was no room: rejected draft tokens may lie after the start.
                 num_cached = min(num_cached, step.start)
             return Proposal(step.seq_id, step.stop, (), None, num_cached)
         tokens = tuple(state.tokens)

@@ -49,7 +49,7 @@ class NgramSequence:
         self.text.write(self.num_encoder_tokens + start, tokens)
 
     def committed(self) -> TextBuffer:
-        """Return the committed tokens, behind the encoder input."""
+        """Return the committed tokens, after the encoder input."""
         return self.text.prefix(self.num_encoder_tokens + self.step.stop)
 
 
@@ -124,7 +124,7 @@ class NgramDrafter:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         sequences = {seq_id: self._sequences[seq_id] for seq_id in seq_ids} | {
             step.seq_id: self._commit(replace(step, gamma=0))

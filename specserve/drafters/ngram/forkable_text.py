@@ -36,7 +36,7 @@ class PlainText:
 class SharedPrefix:
     """A text that several forks share.
 
-    All of them have its first `base` tokens. Behind those it holds what one of them requested last.
+    All of them have its first `base` tokens. After those it holds what one of them requested last.
     """
 
     text: TextBuffer
@@ -45,7 +45,7 @@ class SharedPrefix:
 
 
 class ForkableText:
-    """A prefix that is shared with forks, and tokens of its own behind it.
+    """A prefix that is shared with forks, and tokens of its own after it.
 
     A fork copies only the latter, however long the text is.
     """

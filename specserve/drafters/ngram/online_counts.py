@@ -1,6 +1,6 @@
 """Tables of what follows what that are counted while texts are served.
 
-Their rows are those of a file, but they change. Knows no prompts and no draws.
+Their rows are like a file's, but they change. Knows no prompts and no draws.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OnlineCounts:
 
 
 class OnlineTable:
-    """Counts of single tokens and pairs, starting with those of a file if there is one.
+    """Counts of single tokens and pairs, starting with a file's if there is one.
 
     `row` is by the token before, or by none without `pairs`. Sequences learn from one another. So
     requests that share a seed on purpose must share noise only as `coupled` allows, which is what a

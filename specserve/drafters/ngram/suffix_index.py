@@ -63,8 +63,8 @@ class SuffixIndex:
     def match(self) -> Match | None:
         """Return the longest match.
 
-        Of several equally long ones it is the latest if that is among the nearest NUM_NEIGHBOURS on
-        either side. Of matches of the full length it is always the latest.
+        The latest of several equally long ones counts if it is among the nearest NUM_NEIGHBOURS on
+        either side. The latest match of the full length always counts.
         """
         if not self.tokens:
             return None
@@ -91,7 +91,7 @@ class SuffixIndex:
     def next_tokens(self, width: int) -> list[int]:
         """Return up to `width` tokens that followed endings like the text's own.
 
-        They are those of the nearest positions in order, longest match first, latest first among
+        The tokens of the nearest positions come in order, longest match first, latest first among
         equally long ones.
         """
         if not self.tokens:

@@ -88,7 +88,7 @@ class Counts:
     starts: Ints
     """[vocab + 1] index of each token's first follower."""
     ids: Ints
-    """[pairs] the followers of each token after those of the one before, most frequent first."""
+    """[pairs] the followers of all tokens, one token after another, most frequent first."""
     counts: Ints  # [pairs]
     fingerprint: str
     """Fingerprint of the tokenizer."""

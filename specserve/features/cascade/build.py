@@ -18,7 +18,7 @@ from specserve.features.cascade.stages import (
 )
 
 DEFAULT_STAGE_TOKENS = 4
-"""Tokens asked of each stage where draft.k is left out."""
+"""Tokens requested from each stage where draft.k is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ BUILDERS: Mapping[str, Callable[[CascadeSpec], StageNode]] = {
 def _in_turn(
     nodes: Sequence[StageNode], k: Sequence[int], *, unlimited: bool = False
 ) -> HorizontalStages:
-    """Return the nodes that are asked for tokens; with `unlimited` the last one has no quota."""
+    """Return the nodes that must give tokens; with `unlimited` the last one has no quota."""
     asked = [
         (node, max_tokens)
         for node, count, max_tokens in zip(nodes, k, accumulate(k), strict=True)

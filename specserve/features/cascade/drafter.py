@@ -105,7 +105,7 @@ class CascadeDrafter:
         seq_ids: Sequence[int],
         width: int,
         undrafted: Sequence[DraftStep] = (),
-        riders: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return the forecasts of the largest drafter, which takes one pass for all of them."""
         drafted = [
@@ -220,7 +220,7 @@ class CascadeDrafter:
 
 
 def _position_logits(sequence: CascadeSequence, rows: Iterator[Tensor]) -> list[PositionLogits]:
-    """Return the logits at every draft token, and at the position behind the last."""
+    """Return the logits at every draft token, and at the position after the last."""
     drafts: list[int | None] = [*sequence.tokens[sequence.start :], None]
     return [
         PositionLogits(next(rows), sequence.policy, position, draft)

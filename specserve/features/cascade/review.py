@@ -99,7 +99,7 @@ def _sampled(
 ) -> list[ReviewResult]:
     """Apply rule 1, with l between drafters.
 
-    Accept while u < l q1/q2, else draw from max(0, q1 - q2). Behind the last draft token q2 is 0.
+    Accept while u < l q1/q2, else draw from max(0, q1 - q2). After the last draft token q2 is 0.
     """
     ids, q1 = _top_support(logits, requests, support)
     tokens, ids2, probs2 = (
@@ -183,7 +183,7 @@ def _probs_at(wanted: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
 
 
 def _draft_rows(requests: Sequence[ReviewRequest]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return draft tokens, ids and q by row; the row behind a sequence's last token has zeros."""
+    """Return draft tokens, ids and q by row; the row after a sequence's last token has zeros."""
     tokens = np.array([token for request in requests for token in request.tokens], dtype=np.int64)
     ids, probs = supports(
         tokens,

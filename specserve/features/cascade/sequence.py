@@ -21,7 +21,7 @@ TokenProbs = SparseDistribution | None
 
 
 class CascadeSequence:
-    """The committed tokens of a sequence or a branch, and behind them its draft tokens with q."""
+    """The committed tokens of a sequence or a branch, and after them its draft tokens with q."""
 
     __slots__ = (
         "draft_probs",
@@ -43,7 +43,7 @@ class CascadeSequence:
         self.tokens: list[int] = []
         # Number of committed tokens, by which the round is identified.
         self.start = 0
-        # Of the tokens behind `start`.
+        # Of the tokens after `start`.
         self.draft_probs: list[TokenProbs] = []
         # Positions of this text that each stage has cached.
         self.num_cached = [0] * num_stages

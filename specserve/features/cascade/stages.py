@@ -21,7 +21,7 @@ from specserve.features.cascade.sequence import CascadeSequence, split_probs
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request for tokens behind the first `base`, up to the length `stop`."""
+    """A request for tokens after the first `base`, up to the length `stop`."""
 
     sequence: CascadeSequence
     base: int

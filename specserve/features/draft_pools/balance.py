@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 SETTLED = 3
-"""Reports in a row with too many engines before any is asked to move; counts may be older."""
+"""Reports in a row with too many engines before any is requested to move; counts may be older."""
 ASK_AGAIN_S = 60.0
-"""Time after which an engine that was asked to move, and has not, is asked again."""
+"""Time after which an engine that was requested to move, and has not, is requested again."""
 UNCHECKED_S = 5.0
 """Time without a health check after which a device counts as being removed."""
 
@@ -40,7 +40,7 @@ class PoolBalance:
 
     def __init__(self, replica: str, clock: Callable[[], float]) -> None:
         self._replica, self._clock = replica, clock
-        self._asked: dict[int, float] = {}  # engines that have not moved yet: when they were asked
+        self._asked: dict[int, float] = {}  # when each engine that must move was notified
         self._num_uneven = 0  # reports in a row
 
     def engines_to_move(
@@ -49,7 +49,7 @@ class PoolBalance:
         """Return which of the device's engines to ask, given the engines of all devices.
 
         Those that joined last move. One that moves is counted on both devices for a moment. All of
-        a device that is leaving are asked at once, if there is another one.
+        a device that is leaving are requested to move at once, if there is another one.
         """
         now = self._clock()
         self._asked = {

@@ -45,7 +45,7 @@ class SharedDrafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _OpenRound:
-    """A round that is drafted for, and those of its sequences that have lost their pages."""
+    """A round that is drafted for, and which of its sequences have lost their pages."""
 
     asked: EngineRound
     drafting: DraftingRound

@@ -1,7 +1,7 @@
 """Load of a draft that several engines share: the time that it would draft, if it prepared nothing.
 
 Knows proposals and seconds. Proposals that were prepared in idle time cost nothing when they are
-asked for, so the time spent on rounds alone would fall as soon as a pool has grown, and it would
+requested, so the time spent on rounds alone would fall as soon as a pool has grown, and it would
 shrink again. This measure is the same whether a round's draft tokens were prepared or not.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from specserve.types import Proposal
 
 MEAN_WEIGHT = 0.1
-"""Weight of the newest answers in the mean wait for those of which nothing was prepared."""
+"""Weight of the newest answers in the mean wait for answers of which nothing was prepared."""
 
 
 class DraftLoad:

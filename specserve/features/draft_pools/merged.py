@@ -56,13 +56,13 @@ class MergedAnticipation:
         others = [each.prepared for each in self.engines.values() if not each.is_due]
         self._passes.fork(*others)  # for forecasts that a message of others has interrupted
         num_passes = self._rounds.num_passes
-        riders = UnfinishedBranches(
+        unfinished = UnfinishedBranches(
             [one for each in others for one in each] if num_passes else [],
             num_passes=num_passes,
-            limit=self._passes.budget.max_riders,
+            limit=self._passes.budget.max_extra_steps,
         )
-        done, found = self._rounds.advance(should_stop, riders.steps)
-        riders.keep(found)
+        done, found = self._rounds.advance(should_stop, unfinished.steps)
+        unfinished.keep(found)
         for asked in done:
             for engine in {engine_of(step.seq_id) for step in asked.steps} & self.engines.keys():
                 self.engines[engine].end(asked)
@@ -131,8 +131,8 @@ class MergedAnticipation:
         new = {number: each for number, each in self.engines.items() if each.num_unforecast}
         if not new:
             return
-        messages = self._rounds.carried()
-        limit = passes.budget.max_riders if messages else None
+        messages = self._rounds.include_in_pass()
+        limit = passes.budget.max_extra_steps if messages else None
         forecasts = self._drafter.forecast_outcomes(
             [step.seq_id for each in new.values() for step in each.answered],
             max(passes.budget.width(each.num_unforecast) for each in new.values()),

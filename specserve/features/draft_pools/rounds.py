@@ -19,7 +19,7 @@ class _RunningRound:
 
     asked: DraftingRound
     num_ahead: int = 0
-    """Passes of something else that have carried it since."""
+    """Passes of something else that have included it since."""
 
     @property
     def lacking(self) -> list[DraftStep]:
@@ -35,7 +35,7 @@ class _RunningRound:
     def num_passes(self) -> int:
         """Number of passes until no step lacks a draft token.
 
-        Passes that carried it may have been more than it needs: it is answered after its own next.
+        Passes that included it may have been more than it needs: it is answered after its own next.
         """
         proposals = self.asked.proposals
         wanted = [
@@ -75,25 +75,25 @@ class DraftingRounds:
         return new
 
     def advance(
-        self, should_stop: Callable[[], bool], riders: Sequence[DraftStep] = ()
+        self, should_stop: Callable[[], bool], extra_steps: Sequence[DraftStep] = ()
     ) -> tuple[list[DraftingRound], Sequence[Proposal]]:
         """Draft for all messages until one is past its deadline, or `should_stop`.
 
-        Returns those that are done, past their deadlines, too, and the proposals of `riders`: steps
-        of no message that get draft tokens in the same passes. Where some are done already, there
-        is no pass. After an exception no message is left.
+        Returns those that are done, past their deadlines, too, and the proposals of `extra_steps`:
+        steps of no message that get draft tokens in the same passes. Where some are done already,
+        there is no pass. After an exception no message is left.
         """
         done = [each for each in self._rounds if not each.lacking]
         if done or not self._rounds:
             return self._end(done), ()
         try:
-            return self._draft(should_stop, riders)
+            return self._draft(should_stop, extra_steps)
         except Exception:
             self._rounds.clear()
             raise
 
-    def carried(self) -> list[DraftStep]:
-        """Return the steps that lack draft tokens, to which another pass gives one each."""
+    def include_in_pass(self) -> list[DraftStep]:
+        """Count another pass, which gives one token to each step returned: those that lack some."""
         for each in self._rounds:
             each.num_ahead += 1
         return [step for each in self._rounds for step in each.lacking]
@@ -106,7 +106,7 @@ class DraftingRounds:
             ]
 
     def _draft(
-        self, should_stop: Callable[[], bool], riders: Sequence[DraftStep]
+        self, should_stop: Callable[[], bool], extra_steps: Sequence[DraftStep]
     ) -> tuple[list[DraftingRound], Sequence[Proposal]]:
         steps = [step for each in self._rounds for step in each.lacking]
         deadline = min(each.asked.deadline for each in self._rounds)
@@ -121,7 +121,7 @@ class DraftingRounds:
             was_stopped = was_stopped or is_first_done or should_stop()
             return was_stopped or self._clock() > deadline
 
-        drafted = list(self._drafter.draft([*steps, *riders], must_stop))
+        drafted = list(self._drafter.draft([*steps, *extra_steps], must_stop))
         proposals = {one.seq_id: one for one in drafted[: len(steps)]}
         without_room = steps_without_room(steps, drafted[: len(steps)])
         if without_room and self._make_room():

@@ -12,7 +12,7 @@ from specserve.types import DraftStep
 SEQ_ID_BITS = 40
 """Bits of a sequence's id within its engine. The number of the engine stands above them."""
 MAX_ENGINES = 2**20
-"""Engines that a pool numbers in its life; their sequences' ids stay below those of branches."""
+"""Engines that a pool numbers in its life; their sequences' ids stay below the ids of branches."""
 
 
 def pool_seq_id(engine: int, seq_id: int) -> int:

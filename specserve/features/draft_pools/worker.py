@@ -81,7 +81,7 @@ class PoolWorker:
         self.num_batches = self.num_rounds = 0
         self._lock = threading.Lock()
         self._engines: set[int] = set()
-        self._moving: set[int] = set()  # engines that are to be asked to move
+        self._moving: set[int] = set()  # engines that are to be requested to move
         self._last_engine = 0
         self._target: ModelInfo | None = None
         self._targets: queue.SimpleQueue[ModelInfo | None] = queue.SimpleQueue()

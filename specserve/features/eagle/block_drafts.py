@@ -1,6 +1,6 @@
 """Draft all tokens of a proposal in one pass of a P-EAGLE head (arXiv 2602.01469).
 
-Behind the newest token come mask tokens, one for each further draft token. Knows no target.
+Mask tokens follow the newest token, one for each further draft token. Knows no target.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockDrafting:
         """Prefill, and draw all wanted tokens.
 
         With `constrained` they are drawn one after another from the rows, so that grammars,
-        penalties and rules apply to each behind those before it.
+        penalties and rules apply to each given the tokens before it.
         """
         logits = self._pass(tasks)
         drawing = [task for task in tasks if task.num_wanted]
@@ -68,7 +68,7 @@ class BlockDrafting:
             self._draw(drawing, logits)
 
     def write_states(self, steps: Sequence[Step]) -> None:
-        """Write the states that the rows of a pass read: the target's, and those of the masks."""
+        """Write the states that the rows of a pass read: the target's and the masks'."""
         stops = [step.stop - self._num_masks.get(step.seq_id, 0) for step in steps]
         self._states.store(
             [
@@ -76,7 +76,7 @@ class BlockDrafting:
                 for step, stop in zip(steps, stops, strict=True)
             ]
         )
-        # Each row reads the state behind the position before it.
+        # Each row reads the state after the position before it.
         self._states.fill(
             [
                 (step.seq_id, range(stop - 1, step.stop - 1))

@@ -95,9 +95,9 @@ class EagleInfo:
             raise ModelError(f"{file} is no config of an EAGLE-3 head: {error}") from error
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return the tapped layers of a target with so many layers.
+        """Return the tapped layers of a target with that many layers.
 
-        A config that names none means those of the paper's code: early, middle and late.
+        A config that names none means the layers of the paper's code: early, middle and late.
         """
         return self.tapped_layers or (2, num_layers // 2, num_layers - 3)
 

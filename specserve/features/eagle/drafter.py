@@ -38,7 +38,7 @@ from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, Proposal, Step
 
 PAGES_FOR_BRANCHES = 2 * MAX_BRANCHES
-"""Pages of a head apart beside those of its sequences: each branch takes one or two."""
+"""Pages of a head apart beside its sequences' pages: each branch takes one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EagleDrafter(NeuralDrafter):
     def __init__(
         self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
     ) -> None:
-        """Create a drafter; `options` are those of `NeuralDrafter`.
+        """Create a drafter; `options` are as for `NeuralDrafter`.
 
         With a mask row it drafts all tokens in one pass.
         """
@@ -76,7 +76,7 @@ class EagleDrafter(NeuralDrafter):
             else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
         )
         # Rows of each sequence that were computed when it had all states that they read.
-        self._num_firm: dict[int, int] = {}
+        self._num_certain: dict[int, int] = {}
         runner.on_written = self._on_written
 
     @classmethod
@@ -206,7 +206,7 @@ class EagleDrafter(NeuralDrafter):
 
     @property
     def can_anticipate(self) -> bool:
-        """True if it can go on behind its own draft tokens.
+        """True if it can go on after its own draft tokens.
 
         A P-EAGLE head cannot: it was trained on draft tokens whose states are the target's, or on
         masks, and has no states of its own.
@@ -221,12 +221,12 @@ class EagleDrafter(NeuralDrafter):
         super().release(seq_ids)
         self._target_states.release(seq_ids)
         for seq_id in seq_ids:
-            self._num_firm.pop(seq_id, None)
+            self._num_certain.pop(seq_id, None)
 
     def promote_branch(self, seq_id: int, branch_id: int) -> None:
-        """Replace the sequence; behind its own firm rows, the branch's are computed again."""
+        """Replace the sequence; the branch's rows after its own certain ones are computed again."""
         super().promote_branch(seq_id, branch_id)
-        self._num_firm.pop(branch_id, None)
+        self._num_certain.pop(branch_id, None)
 
     def _on_written(self, steps: Sequence[Step]) -> None:
         if self._block is not None:
@@ -234,7 +234,7 @@ class EagleDrafter(NeuralDrafter):
             return
         self._target_states.store(steps)
         for step in steps:
-            self._num_firm[step.seq_id] = self._states[step.seq_id].start
+            self._num_certain[step.seq_id] = self._states[step.seq_id].start
 
     def _task(self, step: DraftStep) -> DraftTask | None:
         state = self._states.get(step.seq_id)
@@ -262,7 +262,7 @@ class EagleDrafter(NeuralDrafter):
         draft tokens are computed again with them, from the states that they were drafted from.
         """
         prefill, seq_id = task.prefill, task.seq_id
-        start = self._num_firm.get(seq_id, prefill.start)
+        start = self._num_certain.get(seq_id, prefill.start)
         if start >= min(prefill.start, task.state.start):
             return task
         self._target_states.keep_own(seq_id, start)

@@ -36,7 +36,7 @@ class HeadsInfo:
 class Heads(nn.Module):
     """All heads of a target.
 
-    Head k predicts the k-th token behind the newest one, from the hidden state that the newest one
+    Head k predicts the k-th token after the newest one, from the hidden state that the newest one
     was chosen from.
     """
 

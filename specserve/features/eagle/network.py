@@ -1,7 +1,7 @@
 """The forward pass of an EAGLE-3 head: decoder layers over token and hidden state.
 
-Row i is token i with the state behind token i - 1, which the target computed or, for a draft token,
-the head itself. Its own output is the state behind token i until the target's is there. In a
+Row i is token i with the state after token i - 1, which the target computed or, for a draft token,
+the head itself. Its own output is the state after token i until the target's is there. In a
 P-EAGLE head (arXiv 2602.01469) a mask token with a learned state stands for a draft token, and the
 head's output is no state.
 """
@@ -209,9 +209,9 @@ class EagleNetwork:
             yield self._logits(x.index_select(0, rows))
 
     def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
-        """Run the layers, and keep their outputs as the states behind rows without the target's.
+        """Run the layers, and keep their outputs as the states after rows without the target's.
 
-        The state behind the last row of a sequence is never the target's yet. That behind any other
+        The state after the last row of a sequence is never the target's yet. That after any other
         row is read by the next row of this pass, so it was there before. Outputs that are no states
         leave none, and that of a mask goes with the pass that read it.
         """

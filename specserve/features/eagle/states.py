@@ -1,6 +1,6 @@
 """The hidden states that an EAGLE-3 head reads, beside its KV cache.
 
-Each slot of the cache holds the state behind its position: the target's, once it is there, and
+Each slot of the cache holds the state after its position: the target's, once it is there, and
 until then the head's own. Branches and truncated sequences thus have their states with their pages.
 One number more in each slot says whose the state is. Knows no network.
 """
@@ -22,14 +22,14 @@ from specserve.types import Step
 UNKNOWN = math.nan
 """Value of a state that is not there."""
 OWN, TARGETS = 0.0, 1.0
-"""The number behind a state: of the head's own, and of the target's."""
+"""The number stored after a state: of the head's own, and of the target's."""
 
 
 class TargetStates:
     """The target's states that have arrived and are not in the cache yet.
 
-    Those of positions that a prefix cache of the target has attached never arrive. Rows that follow
-    such a position are computed and not attended to.
+    States of positions that a prefix cache of the target has attached never arrive. Rows that
+    follow such a position are computed and not attended to.
     """
 
     def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
@@ -41,7 +41,7 @@ class TargetStates:
     def receive(self, hidden: Sequence[HiddenRows]) -> None:
         """Keep new states of the target, joined into the head's own width.
 
-        They replace those of the same and of later positions of their sequences.
+        They replace the states of the same and of later positions of their sequences.
         """
         if not hidden:
             return
@@ -68,7 +68,7 @@ class TargetStates:
     def store(self, steps: Sequence[Step]) -> None:
         """Write the states that these steps' rows read into the cache, where there is room now.
 
-        What a step has read is kept until a later step of the sequence begins behind it, since the
+        What a step has read is kept until a later step of the sequence begins after it, since the
         same step may come again.
         """
         slots, states = [], []
@@ -95,7 +95,7 @@ class TargetStates:
 
     @torch.inference_mode()
     def fill(self, ranges: Sequence[tuple[int, range]], state: Tensor) -> None:
-        """Write one state [hidden] behind all of these positions of sequences.
+        """Write one state [hidden] after all of these positions of sequences.
 
         The pass that reads them replaces them.
         """

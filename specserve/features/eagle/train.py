@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head on a target's own distribution over given texts: `specserve eagle`.
 
-The target is not changed. The files are those of SpecForge, which other engines open as well.
+The target is not changed. The files are as SpecForge's, which other engines open as well.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lesson:
 
     taps: Tensor  # [rows, 3 * hidden]
     tokens: Tensor  # [rows + depths, hidden] embeddings
-    p: Tensor  # [rows + depths, draft vocabulary] behind each token
+    p: Tensor  # [rows + depths, draft vocabulary] after each token
 
     @classmethod
     @torch.no_grad()
@@ -157,7 +157,7 @@ def coverage(
 ) -> list[float]:
     """Return alpha = E[sum min(p, q)] of each depth at temperature 1.
 
-    All tokens before are those of the text.
+    All tokens before are the text's.
     """
     total, count = torch.zeros(DEPTHS), 0
     for window in windows:

@@ -28,7 +28,7 @@ from specserve.progress import ReportProgress
 WINDOW = 512
 """Tokens in one pass of the target."""
 HELD_OUT = 20
-"""One window in so many is held out."""
+"""One window in that many is held out."""
 EVALUATED = 32
 """Held-out windows that are evaluated, at most."""
 POSITIONS = 256
@@ -142,7 +142,7 @@ def fit(
 def coverage(heads: Heads, teacher: Teacher, windows: Sequence[Tensor]) -> list[float]:
     """Return alpha = E[sum min(p, q)] of each head at temperature 1.
 
-    All tokens before the head's own are those of the text.
+    All tokens before the head's own are the text's.
     """
     total, count = torch.zeros(heads.num_heads), 0
     with torch.no_grad():

@@ -76,8 +76,8 @@ class EagleModule(nn.Module):
     def unroll(self, taps: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
         """Yield log q [rows, draft vocabulary] of each depth.
 
-        `taps` [rows, 3 * target hidden] are the target's states behind the first tokens, and
-        `tokens` [rows + depths, hidden] the embeddings of all tokens behind the first. Row i at
+        `taps` [rows, 3 * target hidden] are the target's states after the first tokens, and
+        `tokens` [rows + depths, hidden] the embeddings of all tokens after the first. Row i at
         depth j follows token i + j + 1; it attends to depth 0 of the rows up to its own, and to the
         earlier depths of its own.
         """

@@ -1,4 +1,4 @@
-"""Run passes of an encoder-decoder: as those of a decoder, and over the encoder inputs besides."""
+"""Run passes of an encoder-decoder: as for a decoder, and over the encoder inputs besides."""
 
 from __future__ import annotations
 

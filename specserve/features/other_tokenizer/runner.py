@@ -1,6 +1,6 @@
 """A draft model with another tokenizer, run in the target's ids and positions.
 
-Its logits are those of the tokens that both share; the others have none. So penalties, biases,
+Its logits are of the tokens that both share; the others have none. So penalties, biases,
 grammars and noise, which all go by the target's ids, work as for any draft model, and q is what a
 draft token was really drawn from. Knows no requests.
 """
@@ -35,11 +35,11 @@ class TranslatedStep:
     lengths: tuple[int, ...]  # draft tokens up to the end of each of `tokens`
 
     def num_rows(self, num_logits: int) -> int:
-        """Return how many of the last rows have those behind the last `num_logits` tokens."""
+        """Return how many of the last rows have those after the last `num_logits` tokens."""
         return self.lengths[-1] - self.lengths[-num_logits] + 1 if num_logits else 0
 
     def rows(self, num_logits: int) -> list[int]:
-        """Return the rows behind the last `num_logits` tokens, among the last ones."""
+        """Return the rows after the last `num_logits` tokens, among the last ones."""
         first = self.lengths[-num_logits] if num_logits else 0
         return [length - first for length in self.lengths[len(self.lengths) - num_logits :]]
 
@@ -76,7 +76,7 @@ class TranslatedRunner:
         return range(translated.step.start, translated.step.stop)
 
     def run(self, steps: Sequence[Step], num_logits: Sequence[int]) -> Tensor:
-        """Return the logits [sum(num_logits), target's ids] behind the last tokens of each step.
+        """Return the logits [sum(num_logits), target's ids] after the last tokens of each step.
 
         Raises OutOfPages, as `Runner.run` does.
         """

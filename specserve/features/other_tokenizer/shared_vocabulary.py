@@ -101,7 +101,7 @@ class Speller:
     def spell_many(self, texts: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Return the tokens of each text; what has none is left out.
 
-        They are those of the tokenizer where their bytes are the text's. It may put a space before
+        They are the tokenizer's where their bytes are the text's. It may put a space before
         a text, and takes no part of a character: otherwise the longest tokens that fit are taken.
         """
         found: dict[bytes, tuple[int, ...]] = {}
@@ -111,7 +111,7 @@ class Speller:
         return [found.get(text) or self._longest_tokens(text) for text in texts]
 
     def _encode(self, texts: Iterable[bytes], before: str) -> dict[bytes, tuple[int, ...]]:
-        """Return what the tokenizer makes of whole texts behind `before`, where that is right."""
+        """Return what the tokenizer makes of whole texts after `before`, where that is right."""
         whole = [(text, text.decode()) for text in texts if _is_whole(text)]
         encoded = self._tokenizer.encode_many([before + decoded for _, decoded in whole])
         num_before = len(self._tokenizer.encode(before, special=False)) if before else 0
@@ -138,7 +138,7 @@ class Speller:
 def _ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
     """Return the ids of tokens with text, by their bytes.
 
-    Of several tokens with equal bytes an ordinary one is before one for a lone byte.
+    An ordinary token is before one for a lone byte with equal bytes.
     """
     ordered = sorted(tokenizer.token_ids, key=lambda token: (tokenizer.is_lone_byte(token), token))
     found: dict[bytes, int] = {}

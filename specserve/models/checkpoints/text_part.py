@@ -1,4 +1,4 @@
-"""The text model of a multimodal checkpoint: its names, without those of what sees and hears.
+"""The text model of a multimodal checkpoint: its names, without the names of what sees and hears.
 
 Knows tensors by name only; no library and no weights.
 """

@@ -228,7 +228,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def stored_tensors(directory: Path) -> StoredTensors:
-    """Return the tensors of a checkpoint, of a multimodal one those of its text model."""
+    """Return the tensors of a checkpoint, of a multimodal one its text model's."""
     module_name = decoder_name if is_multimodal(directory) else None
     return StoredTensors(weight_files(directory), module_name)
 

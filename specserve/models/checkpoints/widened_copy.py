@@ -24,7 +24,7 @@ BYTES_A_PARAMETER = 2
 def widened_copy(
     checkpoint: Path, parameters: int, report_progress: ReportProgress = no_progress
 ) -> Path:
-    """Return the directory of a copy with so many parameters, which is written if it has to be.
+    """Return the directory of a copy with that many parameters, which is written if it has to be.
 
     Of several processes one writes it, while the others wait. Raises ModelError where the cache
     cannot hold it.
@@ -50,7 +50,7 @@ def widened_copy(
 
 
 def target_checkpoint(config: Config, report_progress: ReportProgress = no_progress) -> Path:
-    """Return the directory of the target: of the demo, the copy of the size that is asked for.
+    """Return the directory of the target: of the demo, the copy of the requested size.
 
     Raises ModelNotFound or ModelError.
     """

@@ -108,12 +108,12 @@ class FlashInferAttention:
         )
         plan = self._plans.get(layout.runs, kind)
         scales: dict[str, float] = {}
-        if keys.dtype == FLOAT8:  # the plan's are those of all layers
+        if keys.dtype == FLOAT8:  # the plan's serve all layers
             scales = {"k_scale": variant.scales.keys, "v_scale": variant.scales.values}
         return plan.wrapper.run(q.contiguous(), pools, **scales)  # type: ignore[no-any-return]
 
     def make_room(self, *, seqs: int, pages: int, device: torch.device) -> None:
-        """Make room for the lists of captured passes of so many sequences and pages."""
+        """Make room for the lists of captured passes of that many sequences and pages."""
         self._plans.buffers = GraphBuffers.with_room(seqs, pages, device)
 
     def plan_graph(self, runs: Runs) -> None:

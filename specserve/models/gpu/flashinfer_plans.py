@@ -95,7 +95,7 @@ class Plan:
     wrapper: Any
     kind: LayerKind
     runs: Runs | None = None
-    copied: Any = None  # an event behind the copy
+    copied: Any = None  # an event after the copy
 
     def make(self, runs: Runs, lists: PageLists, page_size: int, device: torch.device) -> None:
         if self.copied is not None:

@@ -16,7 +16,7 @@ from specserve.errors import first_line
 from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8, Float8Weight
 
 MULTIPLE = 16
-"""The kernels take matrices whose rows and columns are so many or a multiple of it."""
+"""The kernels take matrices whose rows and columns are this number or a multiple of it."""
 CAPABILITY = (8, 9)
 """Compute capability of the first cards that multiply FP8: Ada, then Hopper (9.0)."""
 SMALLEST_SCALE = 2.0**-100
@@ -81,7 +81,7 @@ def float8_fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _error(num_rows: int, device: torch.device) -> float:
-    """Return how far products are from those of the same numbers, widened to fp32."""
+    """Return how far products are from products of the same numbers, widened to fp32."""
     generator = torch.Generator().manual_seed(num_rows)
     sizes = 10.0 ** torch.linspace(-3, 3, num_rows).unsqueeze(1)  # which one scale cannot cover
     x = (torch.randn(num_rows, INPUTS, generator=generator) * sizes).bfloat16().to(device)

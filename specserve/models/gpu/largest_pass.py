@@ -14,13 +14,13 @@ from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.row_draws import draw_from_rows
 from specserve.types import Step, Warp
 
-DEAREST = Warp(temperature=0.7, top_p=0.9)
+MOST_EXPENSIVE = Warp(temperature=0.7, top_p=0.9)
 """A warp that needs most memory: its rows are sorted, where nothing finds their threshold."""
 
 
 @dataclass(frozen=True, slots=True)
 class LargestPass:
-    """The sizes of a pass: sequences, the rows of each, and those of them that have logits."""
+    """The sizes of a pass: sequences, the rows of each, and how many rows have logits."""
 
     num_sequences: int
     rows: int
@@ -51,7 +51,7 @@ def largest_pass_bytes(runner: Runner, largest: LargestPass) -> int:
     before = torch.cuda.memory_allocated(device)
     try:
         logits = runner.run(steps, [largest.num_logits] * largest.num_sequences)
-        p = WarpBatch([DEAREST], [len(logits)]).probabilities(logits)
+        p = WarpBatch([MOST_EXPENSIVE], [len(logits)]).probabilities(logits)
         places = np.arange(len(p))
         keys = row_keys(range(len(places)), [0], places, Purpose.COUPLED, device=device)
         draw_from_rows(p, keys)

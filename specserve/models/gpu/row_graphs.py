@@ -184,7 +184,7 @@ class RowGraphs:
 
 
 def runs_sizes(rows: int) -> list[RunsSize]:
-    """Return the sizes of graphs for so many rows, of which the first that fits is the best.
+    """Return the sizes of graphs for that many rows, of which the first that fits is the best.
 
     FlashInfer's kernels take as many rows of a sequence at once as the size has rows for each: with
     a sequence for every row they would read a sequence's keys once for each of its rows.

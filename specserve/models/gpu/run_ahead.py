@@ -1,9 +1,9 @@
 """Plain decoding on a GPU, one pass ahead: the next pass is enqueued before the last is read.
 
 A pass of decoding needs the tokens of the pass before it, and they are on the card. So the card
-goes on while the host reads them, commits them and sends them out. Which sequences go on, the next
-steps say: a step (seq, start, tokens) that continues the pass ahead takes its row from it, and the
-rows of all others are dropped. The messages of a round are those of any other target.
+goes on while the host reads them, commits them and sends them out. The next steps say which
+sequences go on: a step (seq, start, tokens) that continues the pass ahead takes its row from it,
+and the rows of all others are dropped. The messages of a round are as for any other target.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Compute = Callable[[Sequence[VerifyStep]], Sequence[Verdict]]
 
 @dataclass(frozen=True, slots=True)
 class AheadPass:
-    """An enqueued pass that writes one token of each sequence, and what is chosen behind it."""
+    """An enqueued pass that writes one token of each sequence, and what is chosen after it."""
 
     rows: Mapping[int, int]  # by sequence
     starts: Sequence[int]  # [rows] the position that each row writes
-    tokens: Tensor  # [rows] chosen behind them, on the device
+    tokens: Tensor  # [rows] chosen after them, on the device
     on_host: Tensor  # [rows] the same in pinned memory, once the event has come
     copied: Any
 
     def read(self) -> list[int]:
-        """Return the chosen tokens. Waits for this pass, and for none behind it."""
+        """Return the chosen tokens. Waits for this pass, and for none after it."""
         self.copied.synchronize()
         tokens: list[int] = self.on_host.tolist()
         return tokens
@@ -100,7 +100,7 @@ class RunAhead:
         return found
 
     def _enqueue(self, steps: Sequence[VerifyStep], tokens: Tensor) -> None:
-        """Enqueue the pass behind these steps that writes `tokens` [steps], if it fits."""
+        """Enqueue the pass after these steps that writes `tokens` [steps], if it fits."""
         lasting = [i for i, step in enumerate(steps) if step.stop < self._max_context]
         if not lasting:
             return
@@ -150,7 +150,7 @@ class DrawRule:
 
 
 def _goes_on_alone(step: VerifyStep) -> bool:
-    """Return whether the round behind a step needs its token, and nothing else from the host."""
+    """Return whether the round after a step needs its token, and nothing else from the host."""
     policy = step.policy
     return (
         step.needs_verdict

@@ -16,7 +16,7 @@ from specserve.types import Origin
 class AcceptanceCounts:
     """Draft tokens that were verified, and those accepted.
 
-    Tokens behind a rejection are not verified, so they do not count.
+    Tokens after a rejection are not verified, so they do not count.
     """
 
     plain: int = 0  # rounds without a proposal

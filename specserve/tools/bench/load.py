@@ -122,7 +122,7 @@ class LoadClient:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far, including those of requests under way."""
+        """Number of tokens so far, including the tokens of requests under way."""
         return sum(record.tokens for record in self.records) + sum(
             len(origins) for live in self._live.values() for origins in live.origins
         )

@@ -98,7 +98,7 @@ class Measurement:
     tokens: int
     tokens_per_s: float
     mean_streams: float  # requests under way at a time
-    mean_decoding: float  # those of them past their first token
+    mean_decoding: float  # requests past their first token
     ttft_s: Spread | None
     tpot_s: Spread | None
     itl_s: Spread | None

@@ -61,7 +61,7 @@ def memory_need(
     options = ModelOptions.from_config(own, config)
     if on_gpu(own) and torch.cuda.is_available():
         share = with_pages(path, share, dtype, device=own.device, page_dtype=options.page_dtype)
-    # On GPUs only FP8 is kept small; those of this machine are tried.
+    # On GPUs only FP8 is kept small; this machine's are tried.
     is_small = (
         torch.cuda.is_available() and (options.round_to == FP8 or multiplies_float8(path))
         if on_gpu(own)

@@ -86,7 +86,7 @@ def _gib(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Part of a model on one rank. `kv_bytes` are those of one position."""
+    """Part of a model on one rank. `kv_bytes` are for one position."""
 
     num_parameters: int
     weight_bytes: int

@@ -37,7 +37,7 @@ class PoolAdvice:
         return cls(advice.pair.name, gamma, min(1.0, busy), max(1, math.floor(MAX_BUSY / busy)))
 
     def devices(self, engines: int) -> int:
-        """Return the drafts that so many engines need."""
+        """Return the drafts that a number of engines need."""
         return -(-engines // self.engines)
 
 

@@ -106,9 +106,7 @@ def test_the_page_shows_text_origins_probabilities_and_rounds_of_the_server(
     with tab(browser, server.url, key=KEY) as page:
         parameters(page, Max_tokens=NUM_TOKENS, Temperature=0.7, Seed=11, Gamma=4)
         ask(page, "Continue", rf"^Done: {NUM_TOKENS} tokens")
-        settle(
-            page
-        )  # the page looks at the last rounds, which must not be those of another request
+        settle(page)  # the page looks at the last rounds, which must not be another request's
         answer = server.complete()  # with a seed, the text is the same whatever was drafted
         choice, stats = answer["choices"][0], answer["specserve"]
         tokens = page.locator(".token")

@@ -1,4 +1,4 @@
-"""Grammars begin behind the reasoning, and a budget forces its end after so many tokens."""
+"""Grammars begin after the reasoning, and a budget forces its end after a number of tokens."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_the_grammar_takes_raw_texts_of_the_right_kind_only() -> None:
     for lead, is_admitted in (
         ({"text": "a <b>\n</parameter"}, True),
         ({"note": "null"}, True),
-        ({"short": "abc"}, False),  # behind unit, as the schema has it
+        ({"short": "abc"}, False),  # after unit, as the schema has it
     ):
         assert admits("qwen3_coder", grammar, tagged(**lead, **good)) == is_admitted, lead
     for short, is_admitted in (("ab", True), ("a", False), ("abcd", False)):

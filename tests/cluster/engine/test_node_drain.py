@@ -45,7 +45,7 @@ class Nodes:
 
 
 def trouble_after(nodes: Nodes, looks: int, workers: Mapping[str, WorkerPlace]) -> str | None:
-    """Return the trouble of an engine on HEAD after so many looks."""
+    """Return the trouble of an engine on HEAD after a number of looks."""
 
     async def main() -> str | None:
         watch = DrainWatch(lambda: workers, HEAD, nodes=nodes, every_s=0)

@@ -32,7 +32,7 @@ DRAFT = DraftStep(3, 0, (1, 2), 2, POLICY)
 
 
 class Client:
-    """Client with prepared answers, which records the messages that it was asked."""
+    """Client with prepared answers, which records the messages that it received."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -313,7 +313,7 @@ def test_a_drafter_that_has_become_slow_is_lost_past_the_limit_and_its_last_answ
 
 
 def test_a_drafter_that_was_replaced_is_not_sent_steps_that_build_on_the_old_one() -> None:
-    """A step behind the end of its cache would make it fail and be replaced once more."""
+    """A step after the end of its cache would make it fail and be replaced once more."""
     proposal = Proposal(3, 2, (8, 9), None, 3)
     replacement = Client(Proposals(2, (proposal,), 0.1, 2))
 

@@ -45,7 +45,7 @@ def evaluate(endpoint: Endpoint, task: str, **arguments: Any) -> tuple[dict[str,
 
 
 def complete(endpoint: Endpoint, prompt: str) -> str:
-    """Return what the server writes greedily, asked without any client."""
+    """Return what the server writes greedily, called without any client."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "stop": "\n\n"}
     request = urllib.request.Request(
         f"{endpoint.url}/completions",

@@ -1,4 +1,4 @@
-"""Adapters of one of several models: requests name them behind the name of their model."""
+"""Adapters of one of several models: requests name them in a suffix of their model's name."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Device:
     def ask(
         self, engines: list[int], others: dict[str, int], *, reports: int = SETTLED
     ) -> list[int]:
-        """Return all engines that are asked to move in so many reports, a second apart."""
+        """Return all engines that are requested to move in `reports` reports, a second apart."""
         asked: list[int] = []
         for _ in range(reports):
             self.now += 1.0

@@ -38,7 +38,7 @@ def step(seq_id: int, length: int, *, start: int = 0, gamma: int = 2) -> DraftSt
 
 
 class RecordingDrafter:
-    """A drafter that answers with its sequences' ids, and records what it was asked."""
+    """A drafter that answers with its sequences' ids, and records what was requested."""
 
     def __init__(self) -> None:
         self.batches: list[list[DraftStep]] = []
@@ -291,7 +291,7 @@ def test_branches_of_one_engine_are_drafted_in_the_passes_of_another() -> None:
     assert sum(after.values()) > sum(before.values())
 
 
-def test_a_round_that_others_have_carried_further_than_it_goes_is_answered() -> None:
+def test_a_round_that_other_passes_have_drafted_further_than_it_goes_is_answered() -> None:
     """Each forecast for an engine that was answered takes the rounds under way along."""
     pool, ahead = open_pool()
     prepared = []

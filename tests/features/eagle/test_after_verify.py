@@ -1,4 +1,4 @@
-"""Heads beside the target, in its worker: they draft behind each pass."""
+"""Heads beside the target, in its worker: they draft after each pass."""
 
 from __future__ import annotations
 

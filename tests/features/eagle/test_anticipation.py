@@ -56,7 +56,7 @@ class Anticipating:
         self.text += [*drafts, token]
 
     def prepared(self, accepted: int) -> int:
-        """Return a next token for which a proposal is prepared behind so many draft tokens."""
+        """Return a next token for which a proposal is prepared after that many draft tokens."""
         branches = self.anticipation._branches.prepared[SEQ].branches
         return next(token for depth, token in branches if depth == accepted)
 
@@ -118,7 +118,7 @@ def test_a_miss_behind_a_hit_is_drafted_from_the_targets_states_alone(
     head.pair.target.release([SEQ])
     head.anticipation.prepare(lambda: True)
     assert head.pair.drafter.runner.cache.num_used == 0
-    assert not head.pair.drafter._num_firm
+    assert not head.pair.drafter._num_certain
     assert not head.pair.drafter._target_states._kept
 
 

@@ -64,7 +64,7 @@ class BlockPair(Pair):
         return (self.block_logits(text, len(chain) + 1) / TEMPERATURE).softmax(-1)
 
     def prefill(self, seq_id: int, text: Sequence[int], policy: Policy = POLICY) -> list[int]:
-        """Verify a prompt, and return it with the token behind."""
+        """Verify a prompt, and return it with the token after it."""
         (verdict,) = self.verify(VerifyStep(seq_id, 0, tuple(text), (), None, policy))
         return [*text, verdict.next_token]
 

@@ -70,14 +70,14 @@ class Pair:
 
     @torch.inference_mode()
     def expected_q(self, text: Sequence[int], chain: Sequence[int]) -> Tensor:
-        """Return q behind a text and behind each token of a chain, by formulas alone."""
+        """Return q after a text and after each token of a chain, by formulas alone."""
         out = self.library(torch.tensor([text[:-1]]), output_hidden_states=True)
         # `hidden_states[i]` is the input of layer i; of the last one the output is normed.
         taps = torch.cat([out.hidden_states[i][0] for i in self.taps], dim=-1)
         return (self.reference.draft(text, taps, chain) / TEMPERATURE).softmax(-1)
 
     def check(self, proposal: Proposal, text: Sequence[int]) -> None:
-        """Assert that q of the proposal behind a text is the expected one."""
+        """Assert that q of the proposal after a text is the expected one."""
         assert len(proposal.tokens) == GAMMA
         assert proposal.q is not None
         expected = self.expected_q(text, proposal.tokens[:-1]).numpy()
@@ -99,7 +99,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def four_layers(name: str, directory: Path) -> Path:
     """Write a checkpoint whose last tapped layer is not the last one.
 
-    The library shows the last one's output behind its norm.
+    The library shows the last one's output after its norm.
     """
     config = checkpoints.CONFIGS[name]()
     config.num_hidden_layers = 4

@@ -1,4 +1,4 @@
-"""Some of the target's layers beside the target, in its worker: they draft behind each pass."""
+"""Some of the target's layers beside the target, in its worker: they draft after each pass."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def runner(directory: Path) -> TranslatedRunner:
 
 
 def fresh(runner: TranslatedRunner, tokens: list[int]) -> torch.Tensor:
-    """Return the logits behind a text that is computed in one step."""
+    """Return the logits after a text that is computed in one step."""
     logits = runner.run([Step(99, 0, tuple(tokens))], [1])[0]
     runner.release([99])
     return logits

@@ -250,7 +250,7 @@ def test_together_takes_turns_on_one_device_and_pays_one_link_a_round() -> None:
 
 
 def test_together_a_later_prompt_waits_until_the_draft_has_prefilled_an_earlier_one() -> None:
-    """The draft's prefill takes 0.5 s behind the pass of 10 ms, when the first token is sent.
+    """The draft's prefill takes 0.5 s after the pass of 10 ms, when the first token is sent.
 
     The second request comes when all is idle. The third comes 50 ms later and waits for 463 ms,
     and for a round of the second.

@@ -1,6 +1,6 @@
 """A stand-in of FlashInfer on emulated cards, with the checks of the original.
 
-The checks are those of its `prefill.py` and `sampling.py` of August 2026.
+The checks are from its `prefill.py` and `sampling.py` of August 2026.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def installed(
     graph_rows: tuple[int, ...] = FEW_ROWS,
     sampling_is_compiled: bool = True,
 ) -> Iterator[None]:
-    """Let `import flashinfer` find the stand-in, and graphs be captured for so many rows."""
+    """Let `import flashinfer` find the stand-in, and graphs be captured for that many rows."""
 
     class Wrapper(FlashInferWrapper):
         pass

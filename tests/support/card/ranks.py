@@ -104,7 +104,7 @@ class CardRanks:
 
 @contextmanager
 def card_ranks(size: int) -> Iterator[CardRanks]:
-    """Let the collectives of torch.distributed be those of ranks in threads."""
+    """Let the collectives of torch.distributed be collectives of ranks in threads."""
     ranks = CardRanks(size)
 
     def captured(tensor: Any, call: Callable[[], None]) -> None:

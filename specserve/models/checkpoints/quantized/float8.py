@@ -81,7 +81,7 @@ class StoredFloat8:
             rows, columns = (inside, whole[1]) if dim == -2 else (whole[0], inside)
             blocks.append(self.layout.read(self.stored, self.name, rows, columns))
         codes = torch.cat([block.codes.view(torch.uint8) for block in blocks], dim)
-        scales = [block.scales.float()[:, :1] for block in blocks]  # columns share those of rows
+        scales = [block.scales.float()[:, :1] for block in blocks]  # columns share the rows' scales
         own = (
             self.stored.read(self._input_scale).float().amax().reshape(1, 1)
             if self.inputs.is_static

@@ -60,7 +60,7 @@ def read_float8(directory: Path) -> Float8Format | None:
 
 
 def multiplies_float8(directory: Path) -> bool:
-    """Return whether a checkpoint's config says that products are those of FP8 numbers."""
+    """Return whether a checkpoint's config says that products are of FP8 numbers."""
     found = read_float8(directory)
     return found is not None and found.inputs is not None
 

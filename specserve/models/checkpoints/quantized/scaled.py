@@ -73,7 +73,7 @@ class Scaled:
         if math.prod(shape) == 1:
             return True
         is_column = len(shape) == 1 or shape[1:] == (1,)
-        # Fewer than there are rows are those of joined parts, unless blocks are stated.
+        # Fewer than there are rows are scales of joined parts, unless blocks are stated.
         return is_column and (shape[0] == num_rows or not (self.block_rows or num_rows % shape[0]))
 
     def _places(

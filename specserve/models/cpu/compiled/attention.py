@@ -2,7 +2,7 @@
 
 The rows of a pass come in *runs*, each of one sequence. A thread takes a run and a key head at a
 time, and goes through the keys in blocks that begin at multiples of 64. It lays a block's keys and
-values out as panels, so that the products are those of tiles, and keeps a running softmax: the
+values out as panels, so that the products are of tiles, and keeps a running softmax: the
 largest score, the sum of the weights, and the weighted sum of the values, which shrink as the
 largest score grows. Blocks depend on positions alone, so that a row's bits do, too.
 """
@@ -568,5 +568,5 @@ def _store_lanes(code: Any, value: Any, array: Any, row: Any) -> None:
 
 
 def rows_of_a_run(shared: int) -> int:
-    """Return the rows that a run may have, with so many query heads to a key head."""
+    """Return the rows that a run may have, with that many query heads to a key head."""
     return max(1, RUN_ROWS // shared)

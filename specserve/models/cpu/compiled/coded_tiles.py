@@ -2,7 +2,7 @@
 
 A panel of 32 outputs is cut into spans of inputs. A span has the scale of each output, in fp32, and
 then the integers [pairs, 32, 2]. Both kinds of integers are bf16 numbers, so that only sums are
-rounded: a span's sums are multiplied by the scales and added to those of the spans before it. A
+rounded: a span's sums are multiplied by the scales and added to the sums of the spans before it. A
 row's bits do not depend on the rows beside it.
 """
 
@@ -44,7 +44,7 @@ def coded_tiles(module: ir.Module, bits: int) -> Tiles:
 def _tile(module: ir.Module, bits: int, rows: int) -> ir.Function:
     """Build a function that adds a span's products, scaled, to the sums.
 
-    Its arguments are those of a tile over bf16 numbers.
+    Its arguments are as for a tile over bf16 numbers.
     """
     kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG]
     function, code = new_function(module, f"tile{rows}of{bits}", kinds)

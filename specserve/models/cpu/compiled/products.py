@@ -55,7 +55,7 @@ They fit into the cache beside a core. A thread that is held up takes fewer of t
 GROUP_TILES = 4
 """Tiles that all panels of such a chunk are multiplied with before the next ones have their turn.
 
-Their results lie in so many places of memory that the processor knows the addresses of all.
+Their results lie in few enough places of memory that the processor knows all addresses.
 """
 PREFETCH_BYTES = 4096
 """Distance of the weights that are fetched ahead."""
@@ -87,7 +87,7 @@ class AllTiles:
         self._coded = {bits: coded_tiles(module, bits) for bits in BITS}
 
     def add_products(self, code: Any, bits: Any, **given: Any) -> None:
-        """Build the products with a block of a panel, whose weights have so many bits."""
+        """Build the products with a block of a panel, whose weights have that many bits."""
         after = code.append_basic_block("multiplied")
         others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
         plain = code.append_basic_block("of16")
@@ -119,7 +119,7 @@ def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, St
 
 
 def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
-    """Build the record of a product that makes so many outputs of a panel."""
+    """Build the record of a product that makes a number of outputs of a panel."""
     rows, pairs, bits = values["rows"], values["pairs"], values["bits"]
     is_coded = code.icmp_signed("!=", bits, LONG(16))
     most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))

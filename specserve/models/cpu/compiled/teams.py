@@ -114,7 +114,7 @@ class Team:
             code.call(self._barrier, [])
 
     def run(self, code: Any, work: ir.Function, memory: Any, threads: Any) -> None:
-        """Build a call of `work` by each of so many threads."""
+        """Build a call of `work` by each of that many threads."""
         with code.if_else(code.icmp_signed("==", threads, INT(1))) as (alone, together):
             with alone:
                 code.call(work, [memory])
