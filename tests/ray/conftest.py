@@ -24,6 +24,9 @@ def beside_others() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in BESIDE_OTHERS.items():
             patch.setenv(name, value)
+        # A handle that polls for news of its deployment as this process leaves a Ray would join the
+        # next one by itself.
+        patch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
         yield
 
 
