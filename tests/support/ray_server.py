@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+from ray.serve._private.router import SharedRouterLongPollClient
 
 from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
@@ -45,8 +46,12 @@ class SharedServe:
     @contextmanager
     def join(self) -> Iterator[None]:
         """Join the Ray, on which applications may then be deployed in turn."""
-        with ray_session(self.config(), print, join=self.address):
-            yield
+        try:
+            with ray_session(self.config(), print, join=self.address):
+                yield
+        finally:
+            # Serve keeps what polls for news of its deployments, which ends with the connection.
+            SharedRouterLongPollClient.get_or_create.cache_clear()
 
     @contextmanager
     def served(
