@@ -97,7 +97,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         logging_config=logs,
     )(Board).bind(
         may_sleep=config.replicas.min == 0,
-        models={part.model: part.replicas.min == 0 for part in config.models if has_several},
+        models={one.model: one.replicas.min == 0 for one in config.models if has_several},
         min_gateways=config.replicas.min_gateways,
         watch=PlacementWatch(fitted),
     )

@@ -128,14 +128,14 @@ def _with_models(config: Config, given: Mapping[str, object]) -> Config:
     check_names(names)
     name = config.name or _default_name("-".join(names), config.http.port)
     check_application(replace(config, name=name))
-    parts = []
+    models = []
     for index, (shared, own) in enumerate(keys_of_each(given)):
         try:
-            part = read_section(Config, _merge({**shared, "name": name}, own))
-            parts.append(_checked(_fill_in(part)))
+            model = read_section(Config, _merge({**shared, "name": name}, own))
+            models.append(_checked(_fill_in(model)))
         except ConfigError as error:
             raise ConfigError(f"models[{index}] ({names[index]}): {error}") from error
-    return _with_shared_drafts(replace(config, name=name, models=tuple(parts)))
+    return _with_shared_drafts(replace(config, name=name, models=tuple(models)))
 
 
 def config_from_file(

@@ -6,10 +6,14 @@ import os
 
 import torch
 
+from specserve.checkpoint_files import draft_translation
+from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerSite
+from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config
-from specserve.drafters.registry import OpenDrafter
+from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import DeviceFault
+from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.device_formats import resolve_device
@@ -22,6 +26,27 @@ from specserve.types import DraftStep, ModelInfo, Policy, Warp
 NICENESS = 5
 WARM_UP_LENGTHS = (64, 8, 1)
 """Prompt lengths of a drafter's first passes."""
+
+
+def set_drafter_up(config: Config, site: WorkerSite, target: ModelInfo) -> OpenDrafter:
+    """Load a drafter that has a device of its own, in the thread that will run it, and warm up."""
+    draft = config.draft
+    for device in {one.device for one in draft.drafter_configs if one.kind not in NGRAM_KINDS}:
+        check_device(site, device)
+    set_num_threads(draft.threads, sharers=config.target.tensor_parallel + 1)
+    drafter = open_apart_drafter(
+        config,
+        target,
+        grammar_compiler=GrammarCompiler.from_tokenizer(
+            lambda: target_tokenizer(config), vocab_size=target.vocab_size, end_ids=target.end_ids
+        ),
+        translation=draft_translation(config),
+    )
+    warm_up_alone(drafter, target)
+    freeze_objects()
+    if drafter.device.type == "cpu":
+        os.nice(NICENESS)  # of this thread, and of those that it starts
+    return drafter
 
 
 def target_tokenizer(config: Config) -> str:

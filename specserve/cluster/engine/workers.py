@@ -23,25 +23,18 @@ from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.engine.worker_host import WorkerHello, WorkerReady, WorkerSite
 from specserve.cluster.engine.worker_setup import (
-    NICENESS,
     check_device,
+    set_drafter_up,
     set_num_threads,
-    target_tokenizer,
     warm_up_alone,
     worker_place,
 )
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
-from specserve.drafters.registry import (
-    OpenDrafter,
-    open_apart_drafter,
-    open_local_drafter,
-)
+from specserve.drafters.registry import OpenDrafter, open_local_drafter
 from specserve.engine.draft_placement import APART, PlacementChoice
-from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
@@ -254,25 +247,7 @@ class DraftWorker:
 
     def open(self, target: ModelInfo) -> WorkerReady:
         """Load the weights and warm up."""
-        draft = self._config.draft
-        for device in {one.device for one in draft.drafter_configs if one.kind not in NGRAM_KINDS}:
-            check_device(self._site, device)
-        set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
-        grammar_compiler = GrammarCompiler.from_tokenizer(
-            lambda: target_tokenizer(self._config),
-            vocab_size=target.vocab_size,
-            end_ids=target.end_ids,
-        )
-        self._drafter = open_apart_drafter(
-            self._config,
-            target,
-            grammar_compiler=grammar_compiler,
-            translation=draft_translation(self._config),
-        )
-        warm_up_alone(self._drafter, target)
-        freeze_objects()
-        if self._drafter.device.type == "cpu":
-            os.nice(NICENESS)
+        self._drafter = set_drafter_up(self._config, self._site, target)
         return WorkerReady(
             self._server.address,
             worker_place(self._site, self._drafter.device),
