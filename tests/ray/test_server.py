@@ -341,19 +341,13 @@ def test_the_trace_shows_rounds(server: Server) -> None:
     until(shown, 30)
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
-def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
-    server: Server, stream: bool
-) -> None:
+def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(server: Server) -> None:
     """Check that the engine cancels what a client that left has requested.
 
-    A stream without a reader is always noticed. For whole answers, HAProxy sometimes does not
-    report that the client has left, so it may take several trials. Those that go on to their end
-    are short, since HAProxy computes without a pause meanwhile.
+    The client streams: that it left before an answer in one piece does not always pass HAProxy,
+    so the gateway's own tests have that case.
     """
-
-    config = config_from_keys({"http.port": server.port})
-    engine = handle(config, "Engine")
+    engine = handle(config_from_keys({"http.port": server.port}), "Engine")
 
     def used() -> int:
         pages: int = engine.pages_used.remote().result()
@@ -364,29 +358,25 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
         return count
 
     until(lambda: used() == 0, 300)
-    for _ in range(6):
-        before = cancelled()
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        body = {
-            "model": "demo",
-            "prompt": PROMPTS[0],
-            "max_tokens": 200,
-            "ignore_eos": True,
-            "stream": stream,
-            "n": 4,
-        }
+    before = cancelled()
+    body = {
+        "model": "demo",
+        "prompt": PROMPTS[0],
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+        "n": 4,
+    }
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
         connection.request(
             "POST",
             "/v1/completions",
             json.dumps(body),
             {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
         )
-        until(lambda: used() > 4, 60)
-        connection.close()
-        until(lambda: used() == 0, 300)
-        if stream or cancelled() > before:
-            break
-    assert cancelled() > before, "every request went on to its end"
+        connection.getresponse().read(100)
+    until(lambda: used() == 0, 300)
+    assert cancelled() == before + 4
 
 
 def malformed() -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,9 @@ DEFAULT_S = 2.0
 """Seconds of a file that was never measured."""
 NO_TESTS = 5
 """Exit status of pytest when it finds no tests, as in a file of tests that need a browser."""
+
+# A thread of torch that waits for another would otherwise keep the other lane from its core.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 Lane = Sequence[Sequence[str]]
 """The files of each run of pytest, one run after the other."""
@@ -133,6 +137,7 @@ class _RunningLane:
                 continue  # pytest would run all
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *self._arguments, *files],
+                env=os.environ | ENVIRONMENT,
                 stdout=self._output,
                 stderr=subprocess.STDOUT if self._output else None,
             )
