@@ -124,7 +124,7 @@ class Engine:
         return autoscaling_stats(
             self._coordinator,
             num_pages=self._group.info.num_pages,
-            first_tokens=running.first_tokens,
+            first_tokens=running.records.first_tokens,
             start_seconds=running.start_seconds,
         )
 
@@ -138,7 +138,7 @@ class Engine:
         }
 
     async def trace(self, last: int | None = None) -> dict[str, Any]:
-        return self._running_engine.journal.trace(last)
+        return self._running_engine.records.journal.trace(last)
 
     def check_health(self) -> None:
         """Raise WorkerLost when this replica can serve no more; Serve then replaces all of it."""

@@ -118,7 +118,7 @@ class LocalService:
         )
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:
-        return self._running.journal.trace(last)
+        return self._running.records.journal.trace(last)
 
     def emit(self, chunks: Sequence[Chunk]) -> None:
         """Hand the chunks of a round to their readers."""
