@@ -13,7 +13,8 @@ from typing import Any
 
 from ray import serve
 
-from specserve.cluster.board.status_board import ENGINE, EngineInfo, ReplicaReport, report_forever
+from specserve.cluster.board.reporting import report_forever
+from specserve.cluster.board.status_board import ENGINE, EngineInfo, ReplicaReport
 from specserve.cluster.placement import Bundle
 from specserve.cluster.transport.chunk_stream import ChunkSender
 from specserve.cluster.transport.endpoint import Address, KeyPair

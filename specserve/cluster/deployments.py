@@ -15,13 +15,13 @@ from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
 from specserve.cluster.board.autoscaling import CPU_METRIC, autoscaling_stats
 from specserve.cluster.board.releases import await_gateways, model_of
+from specserve.cluster.board.reporting import report_forever
 from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
     EngineInfo,
     GatewayAnswer,
     ReplicaReport,
-    report_forever,
 )
 from specserve.cluster.cpu_share import CpuShare
 from specserve.cluster.engine.long_lived import freeze_objects

@@ -14,7 +14,8 @@ from specserve.api.access import ClientAccess
 from specserve.api.key_file import KeyFile
 from specserve.api.keys import ApiClient
 from specserve.api.rates import Account, Accounts, ClientUse
-from specserve.cluster.board import status_board
+from specserve.cluster.board import reporting, status_board
+from specserve.cluster.board.reporting import report_forever
 from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
@@ -22,7 +23,6 @@ from specserve.cluster.board.status_board import (
     EngineKeys,
     GatewayAnswer,
     ReplicaReport,
-    report_forever,
 )
 from specserve.config.sections import HttpConfig
 from specserve.errors import RateLimited
@@ -194,7 +194,7 @@ def test_a_client_that_has_not_come_here_yet_is_charged_all_the_same(tmp_path: P
 def test_each_report_brings_the_others_and_a_board_that_is_away_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(status_board, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(reporting, "REPORT_EVERY_S", 0.0)
     engines = EngineKeys(frozenset(), is_complete=True)
     first, second = (GatewayAnswer(engines, {name: ()}) for name in "gh")
     answers: list[GatewayAnswer | None] = [first, None, second]

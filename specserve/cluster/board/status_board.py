@@ -5,13 +5,11 @@ It is a Serve deployment of one replica.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from specserve.api.rates import ClientUse, UseByGateway
 from specserve.api.service import ModelStatus, PoolStatus, Status
@@ -24,9 +22,6 @@ from specserve.wire.version import Versioned
 log = logging.getLogger(__name__)
 
 ENGINE, GATEWAY, POOL = "engine", "gateway", "pool"
-REPORT_EVERY_S = 1.0
-MIN_REPORT_S = 0.05
-"""Time between two reports of a gateway that meets keys which it does not know."""
 SILENT_AFTER_S = 5.0
 """Time without a report after which a replica counts as gone."""
 YOUNG_S = 2.0
@@ -173,9 +168,6 @@ class Board:
         self._drop_silent()
         reports = [report for _, report in self._reports.values()]
         engines = [report for report in reports if report.role == ENGINE]
-        troubles = [
-            _named(report.model, report.trouble) for report in engines if report.trouble is not None
-        ]
         models = tuple(
             _model_status(name, [one for one in engines if one.model == name], may_sleep=may_sleep)
             for name, may_sleep in self._models.items()
@@ -186,38 +178,56 @@ class Board:
             if models
             else _are_healthy(engines, may_sleep=self._may_sleep)
         )
-        troubles += [
-            f"{one.name}: {one.why}" for one in models if not one.healthy and one.why == NO_ENGINE
-        ]
-        if (waits := self._why_engine_waits()) is not None:
-            troubles.append(waits)
-        device_troubles = {one for report in engines for one in report.device_troubles}
-        troubles += sorted(device_troubles)
-        troubles += [
-            f"a replica is not counted: {why}"
-            for why, when in self._other_releases.items()
-            if self._clock() - when <= SILENT_AFTER_S
-        ]
-        why = "" if healthy else "; ".join(troubles) or NO_ENGINE
-        metrics = [report.metrics for report in reports if report.replica != excluded_replica]
-        metrics += [left for name, left in self._silent.items() if name != excluded_replica]
-        if self._departed is not None:
-            metrics.append(self._departed)
+        device_troubles = sorted({one for report in engines for one in report.device_troubles})
+        troubles = self._troubles(engines, models, device_troubles)
         return Status(
             ready=healthy,
             healthy=healthy,
-            why=why,
-            metrics=tuple(metrics),
+            why="" if healthy else "; ".join(troubles) or NO_ENGINE,
+            metrics=self._metrics(excluded_replica),
             models=models,
             pools=_sum_pools([report.pool for report in reports if report.pool is not None]),
             replicas=len(engines),
             troubles=tuple(troubles),
-            device_troubles=tuple(sorted(device_troubles)),
+            device_troubles=tuple(device_troubles),
             losses=tuple(sorted({loss for report in engines for loss in report.losses})),
             draft_placements=tuple(
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),
         )
+
+    def _troubles(
+        self,
+        engines: Sequence[ReplicaReport],
+        models: Sequence[ModelStatus],
+        device_troubles: Sequence[str],
+    ) -> list[str]:
+        """Return all that is wrong: with engines, models, nodes, devices and releases."""
+        waits = self._why_engine_waits()
+        return [
+            *(_named(one.model, one.trouble) for one in engines if one.trouble is not None),
+            *(
+                f"{one.name}: {one.why}"
+                for one in models
+                if not one.healthy and one.why == NO_ENGINE
+            ),
+            *(() if waits is None else (waits,)),
+            *device_troubles,
+            *(
+                f"a replica is not counted: {why}"
+                for why, when in self._other_releases.items()
+                if self._clock() - when <= SILENT_AFTER_S
+            ),
+        ]
+
+    def _metrics(self, excluded_replica: str) -> tuple[Snapshot, ...]:
+        """Return the metrics of replicas that run, of silent ones, and of those that are gone."""
+        running = [report for _, report in self._reports.values()]
+        metrics = [report.metrics for report in running if report.replica != excluded_replica]
+        metrics += [left for name, left in self._silent.items() if name != excluded_replica]
+        if self._departed is not None:
+            metrics.append(self._departed)
+        return tuple(metrics)
 
     def _engines_of_pool(self, name: str) -> dict[str, int]:
         """Return the number of engines of each device of a pool, by its replica."""
@@ -277,29 +287,3 @@ def _model_status(name: str, engines: Sequence[ReplicaReport], *, may_sleep: boo
 
 def _named(model: str, trouble: str) -> str:
     return f"{model}: {trouble}" if model else trouble
-
-
-async def report_forever(
-    board: Any,
-    make: Callable[[], ReplicaReport],
-    on_answer: Callable[[Any], None] = lambda answer: None,
-    wanted: asyncio.Event | None = None,
-) -> None:
-    """Report to the board's handle once a second, and soon after an answer is `wanted`.
-
-    `on_answer` takes each answer; None while the board is away.
-    """
-    wanted = wanted or asyncio.Event()
-    while True:
-        wanted.clear()
-        try:
-            answer: Answer | None = await board.report.remote(make())
-            if answer is not None:
-                answer.require_same_version()
-        except Exception:  # the board may be away; the next report will reach it
-            log.warning("the board took no report", exc_info=True)
-            answer = None
-        on_answer(answer)
-        await asyncio.sleep(MIN_REPORT_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(wanted.wait(), REPORT_EVERY_S - MIN_REPORT_S)

@@ -21,7 +21,8 @@ import ray
 from ray import serve
 
 from specserve.api.service import PoolStatus
-from specserve.cluster.board.status_board import POOL, PoolAnswer, ReplicaReport, report_forever
+from specserve.cluster.board.reporting import report_forever
+from specserve.cluster.board.status_board import POOL, PoolAnswer, ReplicaReport
 from specserve.cluster.engine.process_state import process_runs_on
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerReady, WorkerSite
 from specserve.cluster.logs import join_serve

@@ -13,6 +13,7 @@ import pytest
 from specserve.api.service import Status
 from specserve.cluster.board import releases
 from specserve.cluster.board.releases import await_gateways, model_of
+from specserve.cluster.board.reporting import report_forever
 from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
@@ -22,7 +23,6 @@ from specserve.cluster.board.status_board import (
     EngineKeys,
     GatewayAnswer,
     ReplicaReport,
-    report_forever,
 )
 from specserve.cluster.gateway.replicas import EngineReplicas
 from specserve.cluster.transport.chunk_stream import ChunkReceiver

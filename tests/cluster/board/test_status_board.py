@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from specserve.api.service import PoolStatus
-from specserve.cluster.board import status_board
+from specserve.cluster.board import reporting, status_board
+from specserve.cluster.board.reporting import report_forever
 from specserve.cluster.board.status_board import (
     ENGINE,
     GATEWAY,
@@ -19,7 +20,6 @@ from specserve.cluster.board.status_board import (
     GatewayAnswer,
     PoolAnswer,
     ReplicaReport,
-    report_forever,
 )
 from specserve.cluster.console import StatusLine, StatusScreen
 from specserve.metrics import Registry, Snapshot, merge
@@ -177,7 +177,7 @@ def test_gateways_get_the_keys_of_the_engines_that_report() -> None:
 def test_a_gateway_that_meets_an_unknown_engine_asks_the_board_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(status_board, "REPORT_EVERY_S", 1000.0)
+    monkeypatch.setattr(reporting, "REPORT_EVERY_S", 1000.0)
     answers: list[Answer | None] = []
     board = Board(Clock())
 
