@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -89,14 +89,8 @@ def build(
     _add_routes(app, endpoints)
     if any(one.adapters.load_from is not None for one in config.each_model):
         part("adapters.loading:add_routes")(app, models)
-    for path in TEXT_ONLY_PATHS:
-        app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(text_only)
-    app.api_route(STORED_RESPONSES, methods=["GET", "POST", "DELETE"], include_in_schema=False)(
-        nothing_stored
-    )
-    app.get(HOME, include_in_schema=False)(page.home)
-    app.get(REFERENCE, include_in_schema=False)(page.reference)
-    app.get(PARTS + "{name}", include_in_schema=False)(page.part)
+    _add_unserved_routes(app)
+    _add_page_routes(app, page)
     return app
 
 
@@ -117,6 +111,19 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.get("/trace")(endpoints.trace)
 
 
+def _add_unserved_routes(app: FastAPI) -> None:
+    methods = ["GET", "POST", "DELETE"]
+    for path in TEXT_ONLY_PATHS:
+        app.api_route(path, methods=methods, include_in_schema=False)(text_only)
+    app.api_route(STORED_RESPONSES, methods=methods, include_in_schema=False)(nothing_stored)
+
+
+def _add_page_routes(app: FastAPI, page: Page) -> None:
+    app.get(HOME, include_in_schema=False)(page.home)
+    app.get(REFERENCE, include_in_schema=False)(page.reference)
+    app.get(PARTS + "{name}", include_in_schema=False)(page.part)
+
+
 def _middleware(
     config: Config,
     metrics: RequestMetrics,
@@ -134,19 +141,7 @@ def _middleware(
         Middleware(WholeAnswer),
         Middleware(AccessLog, metrics=metrics, trusted_proxies=config.http.trusted_proxies),
         *([Middleware(RequestSpans, tracer=tracer, paths=GENERATING)] if tracer else []),
-        *(
-            [
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=cors,
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["*"],
-                    expose_headers=_EXPOSED_HEADERS,
-                )
-            ]
-            if cors
-            else []
-        ),
+        *([_cors(cors)] if cors else []),
         Middleware(HeadAsGet),
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
@@ -161,6 +156,17 @@ def _middleware(
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
         Middleware(BodyDecoder, limit=config.limits.max_body_bytes),
     ]
+
+
+def _cors(origins: Sequence[str]) -> Middleware:
+    """Return the headers that let pages from these origins use the API."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
+    )
 
 
 def _hosts(http: HttpConfig) -> Collection[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -49,37 +50,17 @@ class Generation:
         shares_cache: bool = False,
         trace_context: TraceContext = (),
     ) -> None:
-        prompts, sampling = generation_request.prompts, generation_request.sampling
         self._service, self._metrics, self._start = service, metrics, start
         self.timeout_s = timeout_s
         self._generation_request, self._key_use = generation_request, key_use
         self._reservation: Reservation | None = None
         client = "" if key_use is None else key_use.client.name
         tenant = "" if shares_cache else client
-        words = bad_word_ids(tokenizer, sampling)
         self._requests = [
             replace(request, client=client, trace_context=trace_context)
-            for prompt in prompts
-            for request in forbid_words(
-                sampling.requests(prompt.ids, tenant=tenant, adapter=generation_request.adapter),
-                words,
-            )
+            for request in _engine_requests(tokenizer, generation_request, tenant)
         ]
-        prefixes = [prompt.prefix_ids for prompt in prompts for _ in range(sampling.n)]
-        self.continuations = [
-            Continuation(
-                tokenizer,
-                request.prompt,
-                prefix_ids=prefix_ids,
-                stop=sampling.stops,
-                min_tokens=sampling.min_tokens,
-                call_format=generation_request.call_format,
-                reasoning=generation_request.reasoning,
-                includes_stop=sampling.include_stop_str_in_output,
-                shows_special=not sampling.skip_special_tokens,
-            )
-            for request, prefix_ids in zip(self._requests, prefixes, strict=True)
-        ]
+        self.continuations = _empty_continuations(tokenizer, generation_request)
         self._queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
         self._num_running = len(self._requests)
         self._max_behind = MAX_BEHIND * len(self._requests)
@@ -220,3 +201,37 @@ class Generation:
             raise WorkerLost("the engine ended the request without saying why")
         timer.finish(continuation)
         self._queue.put_nowait((index, last))
+
+
+def _engine_requests(
+    tokenizer: Tokenizer, generation_request: GenerationRequest, tenant: str
+) -> Iterator[Request]:
+    """Yield the engine's request for each continuation, without the words that are forbidden."""
+    sampling = generation_request.sampling
+    words = bad_word_ids(tokenizer, sampling)
+    for prompt in generation_request.prompts:
+        yield from forbid_words(
+            sampling.requests(prompt.ids, tenant=tenant, adapter=generation_request.adapter), words
+        )
+
+
+def _empty_continuations(
+    tokenizer: Tokenizer, generation_request: GenerationRequest
+) -> list[Continuation]:
+    """Return the continuations in the order of the engine's requests."""
+    sampling = generation_request.sampling
+    return [
+        Continuation(
+            tokenizer,
+            prompt.ids,
+            prefix_ids=prompt.prefix_ids,
+            stop=sampling.stops,
+            min_tokens=sampling.min_tokens,
+            call_format=generation_request.call_format,
+            reasoning=generation_request.reasoning,
+            includes_stop=sampling.include_stop_str_in_output,
+            shows_special=not sampling.skip_special_tokens,
+        )
+        for prompt in generation_request.prompts
+        for _ in range(sampling.n)
+    ]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 from specserve.config.model_list import MODEL_NAME
 from specserve.errors import ConfigError
@@ -171,43 +172,37 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
             f"line {number} must begin with a name of up to 64 letters, digits, dots, "
             "dashes and underscores"
         )
-    limits: dict[str, float] = {}
-    of_models: list[ModelLimit] = []
-    expires: date | None = None
-    scopes: frozenset[str] | None = None
+    client, given = ApiClient(name, _hash(key), line=number), set[str]()
     for setting in settings:
-        limit, _, value = setting.partition("=")
-        kind, _, model = limit.partition(OF_MODEL)
-        is_count = value.isdecimal() and 0 < int(value[:19]) < 10**12
-        if limit == EXPIRES and expires is None:
-            expires = _day(value, number)
-        elif limit == SCOPES and scopes is None:
-            scopes = _scopes(value, number)
-        elif is_count and limit in LIMITS and limit not in limits:
-            limits[limit] = float(value)
-        elif (
-            is_count
-            and kind in LIMITS
-            and MODEL_NAME.fullmatch(model)
-            and limit not in map(str, of_models)
-        ):
-            of_models.append(ModelLimit(model, kind, float(value)))
-        else:
+        what, _, value = setting.partition("=")
+        changed = None if what in given else _with_setting(client, what, value)
+        if changed is None:
             raise ValueError(
                 f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)}, "
                 f"{EXPIRES}=YYYY-MM-DD and {SCOPES}=A,B behind the key, once each, "
                 "N a whole number above 0; a limit may end with :MODEL"
             )
-    allowed = frozenset(DEFAULT_SCOPES) if scopes is None else scopes
-    return ApiClient(
-        name,
-        _hash(key),
-        **limits,
-        expires=expires,
-        scopes=allowed,
-        of_models=tuple(sorted(of_models)),
-        line=number,
-    )
+        client = changed
+        given.add(what)
+    return client
+
+
+def _with_setting(client: ApiClient, what: str, value: str) -> ApiClient | None:
+    """Return the client with one more setting of its line; None if it is none, or has no count."""
+    if what == EXPIRES:
+        return replace(client, expires=_day(value, client.line))
+    if what == SCOPES:
+        return replace(client, scopes=_scopes(value, client.line))
+    if not value.isdecimal() or not 0 < int(value[:19]) < 10**12:
+        return None
+    if what in LIMITS:
+        limit: dict[str, Any] = {what: float(value)}
+        return replace(client, **limit)
+    kind, _, model = what.partition(OF_MODEL)
+    if kind not in LIMITS or not MODEL_NAME.fullmatch(model):
+        return None
+    of_models = sorted((*client.of_models, ModelLimit(model, kind, float(value))))
+    return replace(client, of_models=tuple(of_models))
 
 
 def _day(value: str, number: int) -> date:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,24 +90,14 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         for name, model in engine_deployments(fitted).items()
     }
     surges = {name: _surge_percent(model.replicas, wanted[name]) for name, model in models.items()}
-    logs, has_several = logging_config(config), len(config.models) > 1
-    board = serve.deployment(
-        name="Board",
-        ray_actor_options=_http_node_options(config, num_cpus=0),
-        logging_config=logs,
-    )(Board).bind(
-        may_sleep=config.replicas.min == 0,
-        models={one.model: one.replicas.min == 0 for one in config.models if has_several},
-        min_gateways=config.replicas.min_gateways,
-        watch=PlacementWatch(fitted),
-    )
+    board = _board(config, PlacementWatch(fitted))
     pools: dict[str | None, Any] = {}
     if config.shares_drafts:
         pools = part("draft_pools.application:pools")(config, board, has_gpus=has_gpus)
     engines = [
         serve.deployment(
             name=name,
-            logging_config=logs,
+            logging_config=logging_config(config),
             max_surge_percent=surges[name],
             **engine_options(model, wanted[name]),
             **_scaling_options(model.replicas),
@@ -115,19 +105,39 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             model,
             wanted[name],
             board,
-            *([model.model] if has_several else []),
+            *([model.model] if len(config.models) > 1 else []),
             **({"pool": pools[model.draft.pool.name]} if model.draft.is_pooled else {}),
         )
         for name, model in models.items()
     ]
-    gateway = serve.deployment(
+    return _gateway(config, board, engines, surge_percent=100 if all(surges.values()) else 0)
+
+
+def _board(config: Config, watch: PlacementWatch) -> Application:
+    has_several = len(config.models) > 1
+    board: Application = serve.deployment(
+        name="Board",
+        ray_actor_options=_http_node_options(config, num_cpus=0),
+        logging_config=logging_config(config),
+    )(Board).bind(
+        may_sleep=config.replicas.min == 0,
+        models={one.model: one.replicas.min == 0 for one in config.models if has_several},
+        min_gateways=config.replicas.min_gateways,
+        watch=watch,
+    )
+    return board
+
+
+def _gateway(
+    config: Config, board: Application, engines: Sequence[Application], *, surge_percent: int
+) -> Application:
+    gateway: Application = serve.deployment(
         name="Gateway",
-        logging_config=logs,
-        max_surge_percent=100 if all(surges.values()) else 0,
+        logging_config=logging_config(config),
+        max_surge_percent=surge_percent,
         **_gateway_options(config),
-    )(Gateway)
-    application: Application = gateway.bind(config, board, *engines)
-    return application
+    )(Gateway).bind(config, board, *engines)
+    return gateway
 
 
 def _with_shared_weights(config: Config) -> Config:

@@ -139,6 +139,38 @@ def open_parts(
     every later exchange with the workers. `require` gets what was found before any weights are
     read, and raises to end it there.
     """
+    _require_one_process(config)
+    for model in unpinned_models(config):
+        log.warning("%s", model)
+    report_progress("finding the models")
+    checkpoints = find_checkpoints(config, report_progress)
+    if require is not None:
+        require(checkpoints)
+    if config.draft.quantize is not None:
+        require_device_for(config.draft.quantize, resolve_device(config.draft.device))
+    threads = config.target.threads or torch.get_num_threads()
+    report_progress("loading the target")
+    target = open_target(checkpoints.target, config)
+    local_target = LocalTarget(target, threads=threads, report=report)
+    info = target.info
+    if config.speculation.gamma is None:
+        info = replace(info, curve=warm_up(target, report_progress=report_progress))
+    if config.draft.kind == "none":
+        return EngineParts(checkpoints.tokenizer, local_target, info)
+    assert isinstance(target, TargetModel), "the only rank verifies"
+    report_progress("loading the draft")
+    drafter = open_local_drafter(config, target, draft_translation(config))
+    return EngineParts(
+        checkpoints.tokenizer,
+        local_target,
+        info,
+        LocalDrafter(drafter, threads=config.draft.threads or threads, report=report),
+        draft_context=drafter.context,
+    )
+
+
+def _require_one_process(config: Config) -> None:
+    """Raise ConfigError for what takes more processes than this one."""
     config.require_one_model()
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
@@ -153,35 +185,6 @@ def open_parts(
             "draft.placement apart takes a process of its own, and LLM and generate are one; "
             "leave it out, use `specserve serve`, or specserve.open_ray_llm from Python"
         )
-    for model in unpinned_models(config):
-        log.warning("%s", model)
-    report_progress("finding the models")
-    checkpoints = find_checkpoints(config, report_progress)
-    if require is not None:
-        require(checkpoints)
-    if config.draft.quantize is not None:
-        require_device_for(config.draft.quantize, resolve_device(config.draft.device))
-    threads = config.target.threads or torch.get_num_threads()
-    report_progress("loading the target")
-    target = open_target(checkpoints.target, config)
-    local_target = LocalTarget(target, threads=threads, report=report)
-    info = (
-        replace(target.info, curve=warm_up(target, report_progress=report_progress))
-        if config.speculation.gamma is None
-        else target.info
-    )
-    if config.draft.kind == "none":
-        return EngineParts(checkpoints.tokenizer, local_target, info)
-    assert isinstance(target, TargetModel), "the only rank verifies"
-    report_progress("loading the draft")
-    drafter = open_local_drafter(config, target, draft_translation(config))
-    return EngineParts(
-        checkpoints.tokenizer,
-        local_target,
-        info,
-        LocalDrafter(drafter, threads=config.draft.threads or threads, report=report),
-        draft_context=drafter.context,
-    )
 
 
 def _exchange(role: str, name: str, start: float) -> Exchange:

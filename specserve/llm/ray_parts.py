@@ -79,21 +79,12 @@ def open_parts_on_ray(
     one that is started for them. Raises ConfigError if they do not fit there. Closing the parts
     ends the workers, and the Ray that was started or joined for them.
     """
-    import ray
-
     config.require_one_model()
     require_no_pool(config, "a program has one engine")
     report_progress("finding the models")
     tokenizer = find_checkpoints(config, report_progress).tokenizer
     with ExitStack() as opening:
-        if not ray.is_initialized():
-            report_progress("starting Ray" if join is None else f"joining Ray at {join}")
-            if join is None:
-                count = default_resources(config, num_gpus=0)["CPU"]
-                opening.enter_context(local_ray(num_cpus=int(count)))
-            else:
-                join_cluster(join)
-                opening.callback(ray.shutdown)
+        _enter_ray(config, join, report_progress, opening)
         require_room(config, gateway=NO_GATEWAY)
         num_gpus = cluster_resources().num_gpus
         fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
@@ -113,3 +104,20 @@ def open_parts_on_ray(
             run_round=loop.run,
             close=opening.pop_all().close,
         )
+
+
+def _enter_ray(
+    config: Config, join: str | None, report_progress: ReportProgress, opening: ExitStack
+) -> None:
+    """Start or join Ray, unless this program has; closing `opening` leaves it again."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    report_progress("starting Ray" if join is None else f"joining Ray at {join}")
+    if join is None:
+        count = default_resources(config, num_gpus=0)["CPU"]
+        opening.enter_context(local_ray(num_cpus=int(count)))
+    else:
+        join_cluster(join)
+        opening.callback(ray.shutdown)

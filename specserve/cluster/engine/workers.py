@@ -110,10 +110,7 @@ class TargetWorker:
             self._config,
             shard=self._join_ranks(rendezvous),
         )
-        if curve is None:
-            curve = warm_up(self._model, timed=self._size == 1)
-        else:
-            warm_up_briefly(self._model)
+        curve = self._warm_up(self._model, curve)
         draft_context = choice = None
         if isinstance(self._model, TargetModel):
             if draft.reads_sent_hidden:
@@ -139,6 +136,13 @@ class TargetWorker:
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
         _serve(self._server, self._answer, self._draft, spin_s=0.0)
+
+    def _warm_up(self, model: TargetModel | TargetFollower, curve: Curve | None) -> Curve:
+        """Warm up and measure the curve; briefly, where one is known."""
+        if curve is None:
+            return warm_up(model, timed=self._size == 1)
+        warm_up_briefly(model)
+        return curve
 
     def _open_drafter(self, model: TargetModel) -> int:
         """Open the drafter here, and return the context that it has."""

@@ -130,10 +130,7 @@ class EngineReplicas:
         A full queue refuses only a request that no engine has started. Ask `require_room` before
         the first continuation of a request; the others may follow.
         """
-        if self._num_ended:
-            self._num_ended -= 1
-        else:
-            self._next_probe = self._clock() + PROBE_EVERY_S
+        self._count_begun()
         resumable = ResumableRequest(request)
         unsuitable_until, unsuitable_backoff = math.inf, FIRST_UNSUITABLE_RETRY_S
         while True:
@@ -160,13 +157,24 @@ class EngineReplicas:
                 unsuitable_backoff = min(2.0 * backoff, UNSUITABLE_RETRY_S)
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
-                    self._full_until, self._why_full = self._clock() + FULL_FOR_S, str(error)
-                    self._next_probe = self._clock() + PROBE_EVERY_S
-                    self._num_ended = 0
+                    self._count_refusal(error)
                 if not resumable.num_resumed:
                     raise
                 backoff = FULL_RETRY_S
             await asyncio.sleep(backoff)
+
+    def _count_begun(self) -> None:
+        """Count a request that is sent: it takes the place of one that ended, or is a probe."""
+        if self._num_ended:
+            self._num_ended -= 1
+        else:
+            self._next_probe = self._clock() + PROBE_EVERY_S
+
+    def _count_refusal(self, error: Overloaded) -> None:
+        """Count that an engine is full, for which others are refused here for a time."""
+        self._full_until, self._why_full = self._clock() + FULL_FOR_S, str(error)
+        self._next_probe = self._clock() + PROBE_EVERY_S
+        self._num_ended = 0
 
     async def _attempt(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one engine.
