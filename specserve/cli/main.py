@@ -103,8 +103,8 @@ def serve(options: argparse.Namespace) -> None:
     """Deploy on Ray and serve until interrupted."""
     config = config_from_options(options)
     # Late, as below.
+    from specserve.cli.serve import serve_until_ended
     from specserve.cluster.cluster_address import address_to_join
-    from specserve.cluster.launch import serve_until_ended
 
     join = address_to_join(options.join, own_ray=options.own_ray)
     if join is None and (options.replace or options.wait):

@@ -1,21 +1,16 @@
-"""Run `specserve serve`: join or start Ray, deploy, show the status, and take everything down."""
+"""Deploy the application on the Ray that was joined, and delete it at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from specserve import errors
-from specserve.cluster.checkpoint_check import checkpoint_check
-from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.logs import logging_config
-from specserve.cluster.ray_session import ray_session, require_free_port
+from specserve.cluster.ray_session import require_free_port
 from specserve.cluster.serve_instance import (
     ServeInstance,
     application_ownership,
@@ -23,12 +18,8 @@ from specserve.cluster.serve_instance import (
     shut_down_if_empty,
     wait_for_proxies,
 )
-from specserve.cluster.status_display import draw_status, print_status
-from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, SpecserveError, Unavailable
-from specserve.models.checkpoints.store import remove_unused_weights
-from specserve.progress import ProgressBar
 
 Say = Callable[[str], None]
 
@@ -38,92 +29,6 @@ POLL_EVERY_S = 0.2
 HEALTHY = "healthy"  # state of a deployment whose replicas all run
 RUNNING, FAILED = "RUNNING", "DEPLOY_FAILED"  # Serve's names for states of an application
 INDENT = "  "  # of lines about one deployment
-
-
-def serve_until_ended(
-    config: Config,
-    say: Say,
-    console: Console,
-    *,
-    join: str | None = None,
-    replace: bool = False,
-    may_wait: bool = False,
-    notice: str | None = None,
-) -> None:
-    """Serve until Ctrl-C or SIGTERM, then remove everything that was started.
-
-    `join` is the address of a Ray cluster; without it a Ray of our own starts. On a terminal it
-    draws a page of status; elsewhere it prints a line now and then. The `notice` is said once
-    nothing stands in the way.
-    """
-    for model in unpinned_models(config):
-        say(f"warning: {model}")
-    # Before the fork server starts, which holds this process's output until its imports are done.
-    if join is None:
-        require_free_port(config)
-    else:
-        require_answer(resolve(join))
-    with contextlib.ExitStack() as stack:
-        require_checkpoints = stack.enter_context(checkpoint_check(config))
-        stack.callback(remove_unused_weights)
-        with _start_progress(say, console) as report:
-            owns_ray = stack.enter_context(
-                ray_session(config, report, join=join, may_wait=may_wait)
-            )
-            for line in (notice, *(part.demo.note for part in config.each_model)):
-                if line is not None:
-                    report(line)
-            stack.enter_context(_signals_as_interrupts())
-            url = stack.enter_context(
-                deploy(
-                    config,
-                    report,
-                    owns_ray=owns_ray,
-                    replace=replace,
-                    may_wait=may_wait,
-                    require=require_checkpoints,
-                )
-            )
-        names = [part.model for part in config.each_model]
-        board, example = handle(config, "Board"), _example(url, names[0])
-        # A reader of "ready" may end this process at once.
-        with contextlib.suppress(KeyboardInterrupt):
-            say(f"ready {url}")
-            say(example)
-            if console.is_interactive:
-                draw_status(
-                    board,
-                    console,
-                    title=f"specserve   {', '.join(names)}   {url}",
-                    hints=(example, "Ctrl-C ends it"),
-                )
-            else:
-                print_status(board, say)
-        say("stopping")
-
-
-@contextlib.contextmanager
-def _start_progress(say: Say, console: Console) -> Iterator[Say]:
-    """Yield a function that reports progress.
-
-    On a terminal the states of deployments, which are indented, share one line with the seconds.
-    """
-    if not console.is_interactive:
-        yield say
-        return
-    states: dict[str, str] = {}  # of the deployments that have been reported
-    with ProgressBar(console.file) as bar:
-
-        def report(line: str) -> None:
-            if not line.startswith(INDENT):
-                say(line)
-                bar(line)
-                return
-            name, _, state = line.strip().partition(": ")
-            states[name] = state
-            bar(", ".join(f"{name} {state}" for name, state in states.items()))
-
-        yield report
 
 
 @contextlib.contextmanager
@@ -205,27 +110,6 @@ def handle(config: Config, deployment: str) -> Any:
     from ray import serve
 
     return serve.get_deployment_handle(deployment, config.name)
-
-
-@contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT and SIGTERM.
-
-    Enter this once Ray has installed its own handlers. SIGINT is included because a shell that
-    starts us in the background ignores it.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _deploy_application(config: Config, engine: type[Any] | None, *, owns_ray: bool) -> None:
@@ -338,11 +222,3 @@ def _http_options(config: Config) -> dict[str, Any]:
 def _proxy_location(config: Config) -> str:
     """Return the nodes with a proxy; one that listens on the loopback serves only its own node."""
     return "HeadOnly" if config.http.host in LOOPBACK else "EveryNode"
-
-
-def _example(url: str, model: str) -> str:
-    body = (
-        f'{{"model": "{model}", "prompt": "def read_lines(path):", '
-        '"max_tokens": 48, "temperature": 0}'
-    )
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

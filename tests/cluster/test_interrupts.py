@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specserve.cluster import launch
+from specserve.cli import serve as serve_command
 from specserve.config.tree import config_from_keys
 
 
@@ -34,10 +34,10 @@ def test_a_signal_as_soon_as_it_is_ready_ends_it_in_order(
         said.append("removed")
 
     for name in ("checkpoint_check", "ray_session", "deploy"):
-        monkeypatch.setattr(launch, name, nothing)
-    monkeypatch.setattr(launch, "handle", lambda config, name: SimpleNamespace())
+        monkeypatch.setattr(serve_command, name, nothing)
+    monkeypatch.setattr(serve_command, "handle", lambda config, name: SimpleNamespace())
     try:
-        launch.serve_until_ended(config_from_keys({}), say, Console(file=io.StringIO()))
+        serve_command.serve_until_ended(config_from_keys({}), say, Console(file=io.StringIO()))
     except KeyboardInterrupt:
         pytest.fail(f"it was interrupted after {said}")
     assert said[-4:] == ["stopping", "removed", "removed", "removed"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specserve.cluster import app, launch
+from specserve.cli import serve as serve_command
+from specserve.cluster import app
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import config_from_keys
 from specserve.errors import ModelNotFound
@@ -58,9 +59,9 @@ def test_serve_says_it_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatc
         raise Fetched
 
     said: list[str] = []
-    monkeypatch.setattr(launch, "checkpoint_check", fetch)
+    monkeypatch.setattr(serve_command, "checkpoint_check", fetch)
     with pytest.raises(Fetched):
-        launch.serve_until_ended(config_from_keys(HUB_PAIR), said.append, Console())
+        serve_command.serve_until_ended(config_from_keys(HUB_PAIR), said.append, Console())
     assert [line.split()[1] for line in said] == ["target.path", "draft.path"]
     assert all(line.startswith("warning: ") for line in said)
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from specserve.cluster import launch
+from specserve.cli import serve as serve_command
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, Unavailable
 from tests.support.processes import own_processes
@@ -156,8 +156,8 @@ def test_a_place_that_cannot_be_served_at_is_said_before_a_process_is_forked(
     def fail(config: Config) -> NoReturn:
         raise AssertionError("the models' files are checked already")
 
-    monkeypatch.setattr(launch, "checkpoint_check", fail)
+    monkeypatch.setattr(serve_command, "checkpoint_check", fail)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = config_from_keys({"http.port": taken.getsockname()[1]})
         with pytest.raises((ConfigError, Unavailable), match=r"cannot listen|no Ray cluster"):
-            launch.serve_until_ended(config, print, Console(), join=join)
+            serve_command.serve_until_ended(config, print, Console(), join=join)

@@ -1,0 +1,147 @@
+"""Run `specserve serve`: join or start Ray, deploy, show the status, and take everything down."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from specserve.cluster.checkpoint_check import checkpoint_check
+from specserve.cluster.cluster_address import require_answer, resolve
+from specserve.cluster.launch import INDENT, Say, deploy, handle
+from specserve.cluster.ray_session import ray_session, require_free_port
+from specserve.cluster.status_display import draw_status, print_status
+from specserve.config.hub_models import unpinned_models
+from specserve.config.tree import Config
+from specserve.models.checkpoints.store import remove_unused_weights
+from specserve.progress import ProgressBar
+
+
+def serve_until_ended(
+    config: Config,
+    say: Say,
+    console: Console,
+    *,
+    join: str | None = None,
+    replace: bool = False,
+    may_wait: bool = False,
+    notice: str | None = None,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, then remove everything that was started.
+
+    `join` is the address of a Ray cluster; without it a Ray of our own starts. On a terminal it
+    draws a page of status; elsewhere it prints a line now and then. The `notice` is said once
+    nothing stands in the way.
+    """
+    _check_first(config, say, join=join)
+    with contextlib.ExitStack() as stack:
+        require_checkpoints = stack.enter_context(checkpoint_check(config))
+        stack.callback(remove_unused_weights)
+        with _start_progress(say, console) as report:
+            owns_ray = stack.enter_context(
+                ray_session(config, report, join=join, may_wait=may_wait)
+            )
+            for line in (notice, *(part.demo.note for part in config.each_model)):
+                if line is not None:
+                    report(line)
+            stack.enter_context(_signals_as_interrupts())
+            url = stack.enter_context(
+                deploy(
+                    config,
+                    report,
+                    owns_ray=owns_ray,
+                    replace=replace,
+                    may_wait=may_wait,
+                    require=require_checkpoints,
+                )
+            )
+        _show_status(config, url, say, console)
+        say("stopping")
+
+
+def _check_first(config: Config, say: Say, *, join: str | None) -> None:
+    """Say what is not pinned, and raise if there is no place to serve at.
+
+    Call it before the fork server starts, which holds this process's output until its imports are
+    done.
+    """
+    for model in unpinned_models(config):
+        say(f"warning: {model}")
+    if join is None:
+        require_free_port(config)
+    else:
+        require_answer(resolve(join))
+
+
+@contextlib.contextmanager
+def _start_progress(say: Say, console: Console) -> Iterator[Say]:
+    """Yield a function that reports progress.
+
+    On a terminal the states of deployments, which are indented, share one line with the seconds.
+    """
+    if not console.is_interactive:
+        yield say
+        return
+    states: dict[str, str] = {}  # of the deployments that have been reported
+    with ProgressBar(console.file) as bar:
+
+        def report(line: str) -> None:
+            if not line.startswith(INDENT):
+                say(line)
+                bar(line)
+                return
+            name, _, state = line.strip().partition(": ")
+            states[name] = state
+            bar(", ".join(f"{name} {state}" for name, state in states.items()))
+
+        yield report
+
+
+@contextlib.contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM.
+
+    Enter this once Ray has installed its own handlers. SIGINT is included because a shell that
+    starts us in the background ignores it.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show_status(config: Config, url: str, say: Say, console: Console) -> None:
+    """Say that the server is ready, and show its status until the process is interrupted."""
+    names = [part.model for part in config.each_model]
+    board, example = handle(config, "Board"), _example(url, names[0])
+    # A reader of "ready" may end this process at once.
+    with contextlib.suppress(KeyboardInterrupt):
+        say(f"ready {url}")
+        say(example)
+        if console.is_interactive:
+            draw_status(
+                board,
+                console,
+                title=f"specserve   {', '.join(names)}   {url}",
+                hints=(example, "Ctrl-C ends it"),
+            )
+        else:
+            print_status(board, say)
+
+
+def _example(url: str, model: str) -> str:
+    body = (
+        f'{{"model": "{model}", "prompt": "def read_lines(path):", '
+        '"max_tokens": 48, "temperature": 0}'
+    )
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
