@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from specserve.cli.status_display import draw_status, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
 from specserve.cluster.ray_session import ray_session, require_free_port
-from specserve.cluster.status_display import draw_status, print_status
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.models.checkpoints.store import remove_unused_weights

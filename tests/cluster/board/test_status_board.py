@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from specserve.api.service import PoolStatus
+from specserve.cli.console import StatusLine, StatusScreen
 from specserve.cluster.board import reporting, status_board
 from specserve.cluster.board.reporting import report_forever
 from specserve.cluster.board.status_board import (
@@ -21,7 +22,6 @@ from specserve.cluster.board.status_board import (
     PoolAnswer,
     ReplicaReport,
 )
-from specserve.cluster.console import StatusLine, StatusScreen
 from specserve.metrics import Registry, Snapshot, merge
 
 

@@ -15,7 +15,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 def print_status(board: Any, say: Callable[[str], None]) -> None:
     """Print a line of status now and then, when it has something new."""
-    from specserve.cluster.console import StatusLine
+    from specserve.cli.console import StatusLine
 
     status_line = StatusLine()
     while True:
@@ -33,7 +33,7 @@ def draw_status(board: Any, console: Console, *, title: str, hints: Sequence[str
     """Draw a page of status again and again."""
     from rich.live import Live
 
-    from specserve.cluster.console import StatusScreen
+    from specserve.cli.console import StatusScreen
 
     screen = StatusScreen(title=title, hints=hints)
     with Live(console=console, screen=True, auto_refresh=False) as live:

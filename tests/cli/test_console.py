@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from specserve.api.service import Status
-from specserve.cluster.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
+from specserve.cli.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
 from specserve.metrics import Registry, Snapshot
 
 # A process of its own, as `specserve serve` is one: Ctrl-C reaches it through the terminal.
@@ -29,8 +29,8 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from rich.console import Console
 from rich.live import Live
-from tests.cluster.test_console import snapshot, status
-from specserve.cluster.console import StatusScreen
+from tests.cli.test_console import snapshot, status
+from specserve.cli.console import StatusScreen
 
 console = Console()
 print("ready http://127.0.0.1:1", flush=True)
