@@ -17,6 +17,7 @@ from starlette.responses import Response
 from specserve.api.access import ClientAccess
 from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
+from specserve.api.key_check import KeyCheck
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
     IGNORED,
@@ -26,7 +27,6 @@ from specserve.api.middleware import (
     HeadLimit,
     HostCheck,
     InternalErrorHandler,
-    KeyCheck,
     LoadLimit,
 )
 from specserve.api.model_directory import ModelDirectory

@@ -1,4 +1,4 @@
-"""Middleware of every HTTP request: access log, last-resort errors, keys and rates, size limits.
+"""Middleware of every HTTP request: access log, last-resort errors, hosts, size and load limits.
 
 It is plain ASGI. The framework's own class would cost CPU with each streamed chunk, and would hide
 that a client has left.
@@ -10,7 +10,6 @@ import logging
 import re
 import uuid
 from collections.abc import Collection
-from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,17 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess, may_ask_full_engines
 from specserve.api.client_address import client_address
-from specserve.api.keys import ADAPTERS, GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
 from specserve.api.model_directory import ModelDirectory
 from specserve.api.refusal import (
-    BAD_KEY,
     CLIENT_CLOSED_REQUEST,
-    MISSING_SCOPE,
     Refusal,
     log_redacted,
 )
-from specserve.errors import Overloaded, RateLimited, Unavailable
+from specserve.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +33,6 @@ IGNORED = "x-specserve-ignored"
 """Header with the names of parameters that nothing knows and that were ignored."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
-LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-SCOPES_OF_PATHS = {
-    "/trace": TRACE,
-    "/metrics": METRICS,
-    LOAD_ADAPTER: ADAPTERS,
-    UNLOAD_ADAPTER: ADAPTERS,
-    "/health": None,
-    "/ping": None,
-    "/ready": None,
-    "/version": None,
-}
-"""Scopes that keys need for paths that are not open; all others need GENERATE, probes none."""
 _PORT = re.compile(r":[0-9]+$")
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -91,7 +75,7 @@ class AccessLog:
             await self._app(scope, receive, send_with_id)
         finally:
             status = status if ended else CLIENT_CLOSED_REQUEST
-            if status >= 400 and _path(scope).startswith("/v1/"):
+            if status >= 400 and served_path(scope).startswith("/v1/"):
                 scope["state"].get("model_metrics", self._metrics).count_failure(status)
             address = client_address(scope, trusted_proxies=self._trusted_proxies)
             _log_request(scope, status, self._metrics.clock() - start, address)
@@ -143,45 +127,6 @@ class InternalErrorHandler:
                 await Refusal.from_error(error).response()(scope, receive, send)
 
 
-class KeyCheck:
-    """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's limits."""
-
-    def __init__(self, app: ASGIApp, *, access: ClientAccess, open_paths: Collection[str]) -> None:
-        self._app, self._access, self._open_paths = app, access, open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _path(scope) in self._open_paths:
-            await self._app(scope, receive, send)
-            return
-        try:
-            client = self._find(scope)
-        except Unavailable as error:
-            await Refusal.from_error(error).response()(scope, receive, send)
-            return
-        if client is None:
-            refusal = Refusal(BAD_KEY, "an API key is needed: Authorization: Bearer KEY")
-            await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        state["client"] = client.name
-        needed = SCOPES_OF_PATHS.get(_path(scope), GENERATE)
-        if needed is not None and needed not in client.scopes:
-            message = f"this key is not for {_path(scope)[:200]}; that needs the scope {needed}"
-            await Refusal(MISSING_SCOPE, message).response()(scope, receive, send)
-            return
-        with ExitStack() as under_way:
-            try:
-                state["key_use"] = under_way.enter_context(self._access.request(client))
-            except RateLimited as error:
-                await Refusal.from_error(error).response()(scope, receive, send)
-                return
-            await self._app(scope, receive, send)
-
-    def _find(self, scope: Scope) -> ApiClient | None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return self._access.find(key.strip()) if scheme.lower() == "bearer" else None
-
-
 class LoadLimit:
     """Refusal of generations while every queue is full, before their bodies are read.
 
@@ -201,7 +146,7 @@ class LoadLimit:
         self._app, self._models, self._access, self._paths = app, models, access, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _path(scope) in self._paths:
+        if scope["type"] == "http" and served_path(scope) in self._paths:
             try:
                 self._models.require_room()
             except Overloaded as error:
@@ -251,7 +196,7 @@ class HeadLimit:
         await self._app(scope, receive, send)
 
 
-def _path(scope: Scope) -> str:
+def served_path(scope: Scope) -> str:
     """Return the path below the application's own."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.api.middleware import LOAD_ADAPTER, UNLOAD_ADAPTER
+from specserve.api.key_check import LOAD_ADAPTER, UNLOAD_ADAPTER
 from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.responses import json_response
 from specserve.api.strict_model import Body
