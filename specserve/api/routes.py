@@ -23,7 +23,8 @@ from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.parse import GenerationRequest
 from specserve.api.request_spans import TRACE_CONTEXT
 from specserve.api.response_items.answer import RESPONSE, ItemsResponse
-from specserve.api.response_items.body import ResponsesBody, to_chat
+from specserve.api.response_items.body import ResponsesBody
+from specserve.api.response_items.chat_request import to_chat
 from specserve.api.responses import (
     FullResponse,
     GenerationResponse,
