@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from specserve.cluster.engine import workers
+from specserve.cluster.engine import rendezvous, workers
 from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.engine.worker_host import WorkerSite
 from specserve.cluster.engine.workers import TargetWorker
@@ -24,7 +24,7 @@ def test_ranks_gather_exactly_where_the_config_asks_for_degree_invariance(
     monkeypatch: pytest.MonkeyPatch, degree_invariant: bool
 ) -> None:
     monkeypatch.setattr(workers, "Server", lambda *_: None)
-    monkeypatch.setattr(workers, "TCPStore", lambda *_, **__: HashStore())
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     target = {"tensor_parallel": 2, "degree_invariant": degree_invariant}
     site = WorkerSite("node", "127.0.0.1", ())
@@ -40,7 +40,7 @@ def test_ranks_on_cards_name_their_device_and_wait_for_one_another(
     """NCCL would otherwise choose a device by itself, and connect in the first sum only."""
     joined: dict[str, Any] = {}
     monkeypatch.setattr(workers, "Server", lambda *_: None)
-    monkeypatch.setattr(workers, "TCPStore", lambda *_, **options: joined.update(options))
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **options: joined.update(options))
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *kind, **how: joined.update(how, kind=kind)
     )

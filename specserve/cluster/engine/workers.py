@@ -11,16 +11,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specserve.checkpoint_files import draft_translation
 from specserve.cluster.engine.hidden_relay import MAX_SENT_BYTES, newest_states
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.placement_trial import try_placements, warm_drafter_up
+from specserve.cluster.engine.rendezvous import find_store, join_ranks, open_store
 from specserve.cluster.engine.worker_host import WorkerHello, WorkerReady, WorkerSite
 from specserve.cluster.engine.worker_setup import (
     check_device,
@@ -54,12 +51,12 @@ from specserve.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from specserve.models.target import TargetFollower
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time for which ranks wait for one another, while others load their weights."""
 # A drafter polls this long for its next message before it sleeps: the whole round waits for it, and
 # a core takes long to wake up.
 SPIN_S = 0.02
@@ -87,11 +84,8 @@ class TargetWorker:
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Start the store where the ranks find one another, on rank 0; return its host and port."""
-        host = self._site.address
-        self._store = TCPStore(
-            host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
-        )
-        return host, self._store.port
+        self._store = open_store(self._site.address, self._size)
+        return self._site.address, self._store.port
 
     def open(self, rendezvous: tuple[str, int] | None, curve: Curve | None) -> WorkerReady:
         """Load this rank's share of the weights and warm up. Call it on all ranks concurrently.
@@ -108,7 +102,7 @@ class TargetWorker:
         self._model = open_target(
             target_checkpoint(self._config),
             self._config,
-            shard=self._join_ranks(rendezvous),
+            shard=None if rendezvous is None else self._join_ranks(rendezvous),
         )
         curve = self._warm_up(self._model, curve)
         draft_context = choice = None
@@ -180,24 +174,15 @@ class TargetWorker:
     def _size(self) -> int:
         return self._config.target.tensor_parallel
 
-    def _join_ranks(self, rendezvous: tuple[str, int] | None) -> Shard | None:
-        if rendezvous is None:
-            return None
-        store = self._store or TCPStore(
-            *rendezvous, self._size, is_master=False, timeout=RENDEZVOUS_TIMEOUT
+    def _join_ranks(self, rendezvous: tuple[str, int]) -> Shard:
+        target = self._config.target
+        join_ranks(
+            self._store or find_store(*rendezvous, self._size),
+            self._rank,
+            self._size,
+            device=resolve_device(target.device),
         )
-        # With a device, NCCL connects the ranks here, not in the first sum.
-        device = resolve_device(self._config.target.device)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=self._rank,
-            world_size=self._size,
-            timeout=RENDEZVOUS_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
-        gathers = self._config.target.degree_invariant
-        return Shard(self._rank, self._size, gathers=gathers)
+        return Shard(self._rank, self._size, gathers=target.degree_invariant)
 
     def _answer(self, message: Message) -> Message:
         assert self._model is not None
