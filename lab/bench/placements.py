@@ -24,7 +24,8 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import SERVE_SETTINGS, ray_session
+from specserve.cluster.proxy_settings import SERVE_SETTINGS
+from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import DEMO, Config, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.widen import inflate

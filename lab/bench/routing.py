@@ -26,7 +26,8 @@ from ray.cluster_utils import Cluster
 
 from lab.chaos.report import percentile_of
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import SERVE_SETTINGS, ray_session
+from specserve.cluster.proxy_settings import SERVE_SETTINGS
+from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import Config, config_from_keys
 from specserve.tools.bench.report import machine
 from specserve.tools.bench.streams import stream

@@ -19,12 +19,8 @@ from specserve.cluster.placement import (
     gateway_bundle,
     with_drafts_that_fit,
 )
-from specserve.cluster.ray_session import (
-    HA_PROXY,
-    PROXY_PORTS,
-    default_resources,
-    join_cluster,
-)
+from specserve.cluster.proxy_settings import HA_PROXY, PROXY_PORTS
+from specserve.cluster.ray_session import default_resources, join_cluster
 from specserve.cluster.serve_instance import ServeInstance
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line

@@ -7,14 +7,13 @@ import socket
 
 import pytest
 
-from specserve.cluster.ray_session import (
+from specserve.cluster.proxy_settings import (
     PROXY_PORT_RANGE,
     PROXY_PORTS,
-    _environment,
-    _proxy_settings,
-    local_ray,
     proxy_ports,
+    proxy_settings,
 )
+from specserve.cluster.ray_session import _environment, local_ray
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, Unavailable
 
@@ -24,8 +23,8 @@ def test_each_proxy_gets_a_free_port_that_is_not_the_servers(
 ) -> None:
     for variable in PROXY_PORTS:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("specserve.cluster.ray_session.PROXY_PORT_RANGE", range(20000, 20005))
-    monkeypatch.setattr("specserve.cluster.ray_session._is_free", lambda port: port != 20001)
+    monkeypatch.setattr("specserve.cluster.proxy_settings.PROXY_PORT_RANGE", range(20000, 20005))
+    monkeypatch.setattr("specserve.cluster.proxy_settings._is_free", lambda port: port != 20001)
     chosen = proxy_ports(excluded=20003)
     assert set(chosen) == set(PROXY_PORTS)
     assert set(chosen.values()) == {"20000", "20002", "20004"}
@@ -74,4 +73,4 @@ def test_streams_outlast_the_replacement_of_the_proxy_that_carries_them(
     name = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
     monkeypatch.delenv(name, raising=False)
     config = config_from_keys({"limits.request_timeout_s": 900.5})
-    assert _proxy_settings(config, "/anywhere")[name] == "901"
+    assert proxy_settings(config, "/anywhere")[name] == "901"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specserve.cluster.launch import _http_options
-from specserve.cluster.ray_session import HA_PROXY, _serve_settings
+from specserve.cluster.proxy_settings import HA_PROXY, serve_settings
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError
 
@@ -46,8 +46,8 @@ def test_with_a_certificate_serves_own_proxy_replaces_haproxy(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(HA_PROXY, raising=False)
-    assert _serve_settings(config)[HA_PROXY] == "0"
-    assert _serve_settings(config_from_keys({}))[HA_PROXY] == "1"
+    assert serve_settings(config)[HA_PROXY] == "0"
+    assert serve_settings(config_from_keys({}))[HA_PROXY] == "1"
 
 
 def test_haproxy_with_a_certificate_is_refused_rather_than_failing_every_request(
@@ -55,7 +55,7 @@ def test_haproxy_with_a_certificate_is_refused_rather_than_failing_every_request
 ) -> None:
     monkeypatch.setenv(HA_PROXY, "1")
     with pytest.raises(ConfigError, match="HAProxy cannot speak TLS"):
-        _serve_settings(config)
+        serve_settings(config)
 
 
 def test_a_missing_certificate_is_reported_before_anything_starts(
@@ -67,7 +67,7 @@ def test_a_missing_certificate_is_reported_before_anything_starts(
     with pytest.raises(
         ConfigError, match=r"key, of http.tls_cert and http.tls_key, cannot be read"
     ):
-        _serve_settings(config)
+        serve_settings(config)
 
 
 def test_haproxy_still_takes_no_certificate() -> None:

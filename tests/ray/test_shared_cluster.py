@@ -12,7 +12,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import SERVE_SETTINGS, ray_session
+from specserve.cluster.proxy_settings import SERVE_SETTINGS
+from specserve.cluster.ray_session import ray_session
 from specserve.cluster.serve_instance import is_serve_running
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError

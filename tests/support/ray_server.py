@@ -18,13 +18,8 @@ from ray.serve._private.router import SharedRouterLongPollClient
 
 from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import (
-    SERVE_SETTINGS,
-    SHORT_TMP,
-    _proxy_settings,
-    proxy_ports,
-    ray_session,
-)
+from specserve.cluster.proxy_settings import SERVE_SETTINGS, proxy_ports, proxy_settings
+from specserve.cluster.ray_session import SHORT_TMP, ray_session
 from specserve.config.tree import Config, config_from_keys
 
 SERVE_COMMAND_S = 400.0
@@ -75,7 +70,7 @@ def shared_ray() -> Iterator[SharedServe]:
         for name, value in {
             **SERVE_SETTINGS,
             **proxy_ports(excluded=port),
-            **_proxy_settings(config_from_keys({}), directory),
+            **proxy_settings(config_from_keys({}), directory),
         }.items():
             patch.setenv(name, value)
         cluster = Cluster(

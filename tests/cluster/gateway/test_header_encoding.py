@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.cluster.gateway.header_encoding import IMPORT_PATH, SETTING, Utf8Headers
-from specserve.cluster.ray_session import SERVE_SETTINGS
+from specserve.cluster.proxy_settings import SERVE_SETTINGS
 
 Header = tuple[bytes, bytes]
 
