@@ -10,19 +10,14 @@ time, and however often the text was rolled back.
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import (
     fill_next_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
 )
 from numpy.typing import NDArray
 
@@ -34,9 +29,6 @@ from specserve.types import Grammar
 Bits = NDArray[np.int32]  # [..., words]: a bit for each id
 
 MAX_COMPILED = 64  # compiled grammars that are kept
-ROWS_OF_A_CALL = 64  # masks of a call of the library, between which there is time to stop
-SLOW_MASK_S = 0.02
-"""Seconds of a text's masks from which on it has a call of its own."""
 
 
 class GrammarCompiler:
@@ -149,6 +141,11 @@ class GrammarMatcher:
         return self._error
 
     @property
+    def library_matcher(self) -> LLMatcher | None:
+        """The library's own; None if the grammar was impossible from the start."""
+        return self._matcher
+
+    @property
     def is_terminated(self) -> bool:
         """True if nothing can follow: the text has ended, or does not follow the grammar."""
         return self._num_consumed < len(self.tokens) or self.error is not None
@@ -210,7 +207,7 @@ class GrammarMatcher:
         if self.is_terminated:
             return 0
         assert self._matcher is not None
-        inner = list(_before_end(tokens, self._compiler.end_ids))
+        inner = list(tokens_before_end(tokens, self._compiler.end_ids))
         num_valid = self._matcher.validate_tokens(inner) if inner else 0
         return num_valid + (num_valid == len(inner) < len(tokens))
 
@@ -229,92 +226,10 @@ class GrammarMatcher:
         """Advance the grammar over the new tokens, as far as it accepts them."""
         assert self._matcher is not None
         self._num_consumed += self._matcher.try_consume_tokens(
-            list(_before_end(self.tokens[self._num_consumed :], self._compiler.end_ids))
+            list(tokens_before_end(self.tokens[self._num_consumed :], self._compiler.end_ids))
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TextMasks:
-    """Bits after each text and after each of its draft tokens."""
-
-    bits: Bits  # [rows, words]
-    late: frozenset[int]
-    """Texts whose masks were not computed in time; their rows allow every token."""
-
-
-def mask_texts(
-    compiler: GrammarCompiler,
-    asked: Sequence[tuple[GrammarMatcher, Sequence[int]]],
-    *,
-    budget_s: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-) -> TextMasks:
-    """Return the bits after each text and after each of its draft tokens.
-
-    Rows after a draft token that is forbidden, or that ends the text, allow every token. Texts
-    that were quick the last time go first, so that one expensive grammar takes the time of no
-    other.
-    """
-    ends = list(accumulate((len(drafts) + 1 for _, drafts in asked), initial=0))
-    bits = np.full((ends[-1], compiler.words), -1, np.int32)
-    waiting = [
-        _WaitingText(
-            number, matcher, matcher._matcher, ends[number], _before_end(drafts, compiler.end_ids)
-        )
-        for number, (matcher, drafts) in enumerate(asked)
-        if matcher._matcher is not None and not matcher.is_terminated
-    ]
-    waiting.sort(key=lambda text: text.matcher.mask_s)
-    until = clock() + budget_s
-    for group in _groups(waiting):
-        started = clock()
-        if started > until:
-            return TextMasks(bits, frozenset(text.number for text in waiting if not text.is_done))
-        _fill(compiler, group, bits)
-        seconds = (clock() - started) / len(group)
-        for text in group:
-            text.is_done, text.matcher.mask_s = True, seconds
-    return TextMasks(bits, frozenset())
-
-
-@dataclass(slots=True)
-class _WaitingText:
-    """A text that waits for its masks."""
-
-    number: int
-    matcher: GrammarMatcher
-    library_matcher: LLMatcher
-    first: int  # of its rows
-    drafts: Sequence[int]
-    is_done: bool = False
-
-
-def _groups(texts: Sequence[_WaitingText]) -> Iterator[list[_WaitingText]]:
-    """Yield texts that share a call of the library: slow ones are alone."""
-    group: list[_WaitingText] = []
-    rows = 0
-    for text in texts:
-        is_slow = text.matcher.mask_s > SLOW_MASK_S
-        if group and (is_slow or rows + len(text.drafts) >= ROWS_OF_A_CALL):
-            yield group
-            group, rows = [], 0
-        group.append(text)
-        rows += len(text.drafts) + 1
-    if group:
-        yield group
-
-
-def _fill(compiler: GrammarCompiler, texts: Sequence[_WaitingText], bits: Bits) -> None:
-    without_drafts = [(text.library_matcher, text.first) for text in texts if not text.drafts]
-    with_drafts = [
-        (text.library_matcher, text.first, list(text.drafts)) for text in texts if text.drafts
-    ]
-    if without_drafts:
-        fill_next_token_bitmask_par(compiler.executor, without_drafts, bits)
-    if with_drafts:
-        fill_next_token_bitmask_par_with_draft_tokens(compiler.executor, with_drafts, bits)
-
-
-def _before_end(tokens: Sequence[int], end_ids: frozenset[int]) -> Sequence[int]:
+def tokens_before_end(tokens: Sequence[int], end_ids: frozenset[int]) -> Sequence[int]:
     """Return the tokens before the first one that ends a text."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in end_ids), len(tokens))]

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.grammar.mask import TokenMask
-from specserve.grammar.matcher import Bits, GrammarCompiler, GrammarMatcher, mask_texts
+from specserve.grammar.matcher import Bits, GrammarCompiler, GrammarMatcher
+from specserve.grammar.text_masks import mask_texts
 from specserve.types import DraftStep, Grammar, VerifyStep
 
 LEFT_GRAMMAR = "the text has left its grammar"

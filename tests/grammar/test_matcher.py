@@ -18,15 +18,10 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from specserve.config.tree import DEMO
 from specserve.grammar import sequences
 from specserve.grammar.mask import TokenMask
-from specserve.grammar.matcher import (
-    MAX_COMPILED,
-    Bits,
-    GrammarCompiler,
-    GrammarMatcher,
-    mask_texts,
-)
+from specserve.grammar.matcher import MAX_COMPILED, Bits, GrammarCompiler, GrammarMatcher
 from specserve.grammar.request import parse_guided
 from specserve.grammar.sequences import GrammarStates, SequenceGrammar, TextUpdate
+from specserve.grammar.text_masks import mask_texts
 from specserve.grammar.validate import validate_grammar
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.types import Grammar
