@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.chaos.command import ChaosOptions, chaos
-from specserve.cli.arguments import Parser
 from specserve.cli.main import run_command
+from specserve.cli.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from lab.papers.options import add_arguments
-from specserve.cli.arguments import Parser
 from specserve.cli.main import run_command
+from specserve.cli.parser import Parser
 from specserve.progress import ProgressBar
 
 

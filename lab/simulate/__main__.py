@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.simulate.report import run_study
-from specserve.cli.arguments import Parser
 from specserve.cli.main import run_command
+from specserve.cli.parser import Parser
 from specserve.progress import ProgressBar
 
 

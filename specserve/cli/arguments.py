@@ -7,60 +7,23 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from specserve import __version__
 from specserve.cli.completion import SHELLS
+from specserve.cli.config_options import add_config
 from specserve.cli.examples import epilog, overview
-from specserve.config.demo import WIDENED, parse_parameters
-from specserve.config.tree import Config, config_from_file, parse_override
-from specserve.errors import ConfigError
-from specserve.host_memory import available_memory
+from specserve.cli.parser import Parser
+from specserve.config.demo import parse_parameters
 from specserve.tools import count_ngrams
 from specserve.tools.bench.options import add_options as add_bench
 from specserve.tools.plan.options import add_arguments as add_plan
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
-SHORT_NAMES = {
-    "target": "target.path",
-    "draft": "draft.path",
-    "drafter": "draft.kind",
-    "tp": "target.tensor_parallel",
-    "host": "http.host",
-    "port": "http.port",
-    "name": "name",
-}
-
 KEY_LIMITS = {
     "requests-per-minute": "requests that may begin in a minute",
     "tokens-per-minute": "tokens of prompts and texts in a minute",
     "concurrent-requests": "requests under way at a time",
 }
-
-
-MEMORY_OF_WIDENED = 3 * 2**30
-"""Bytes of memory that must be free for the demo to be widened: a server of it takes half."""
-
-NO_DRAFT = "none"  # as --draft and --drafter
-NO_DRAFT_NOTICE = (
-    "no draft: plain decoding; `--draft M` names a smaller model of the same tokenizer, "
-    "`--draft none` keeps it plain"
-)
-
-
-class BadUsage(Exception):
-    """Invalid arguments."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line without the usage, and that does not wrap examples."""
-
-    def __init__(self, **options: object) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(formatter_class=formatter, **options)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        raise BadUsage(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> Parser:
@@ -78,33 +41,6 @@ def build_parser() -> Parser:
             commands.add_parser(name, help=summary, description=description, epilog=epilog(name))
         )
     return parser
-
-
-def config_from_options(options: argparse.Namespace) -> Config:
-    """Return the config file, overridden by `--set`, and by the options that are short for keys.
-
-    Raises ConfigError.
-    """
-    short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
-    if options.draft == NO_DRAFT:
-        if short["draft.kind"] not in (None, NO_DRAFT):
-            raise BadUsage(f"--draft none contradicts --drafter {short['draft.kind']}; give one")
-        short |= {"draft.path": None, "draft.kind": NO_DRAFT}
-    return config_from_file(
-        options.config,
-        dict(options.set) | {key: value for key, value in short.items() if value is not None},
-        demo_size=WIDENED if available_memory() > MEMORY_OF_WIDENED else None,
-    )
-
-
-def draft_notice(options: argparse.Namespace, config: Config) -> str | None:
-    """Return the notice that nothing drafts; None if something does or if that was requested."""
-    is_asked = (
-        options.draft == NO_DRAFT
-        or getattr(options, "drafter", None) == NO_DRAFT
-        or ("draft.kind", NO_DRAFT) in options.set
-    )
-    return NO_DRAFT_NOTICE if config.draft.kind == NO_DRAFT and not is_asked else None
 
 
 def parse_count(text: str) -> int:
@@ -141,7 +77,7 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    add_config(parser)
     _add_server(parser)
     parser.add_argument(
         "--replace",
@@ -179,7 +115,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT")
-    _add_config(parser)
+    add_config(parser)
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
@@ -206,7 +142,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    add_config(parser)
     _add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
 
@@ -310,29 +246,6 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML; see docs/guides/deploying.md"
-    )
-    parser.add_argument(
-        "--target", metavar="M", help="a local directory or a hub name; the demo pair's by default"
-    )
-    parser.add_argument(
-        "--draft",
-        metavar="M",
-        help="a local directory or a hub name, or none for plain decoding; "
-        "without it a target of yours is decoded plainly",
-    )
-    parser.add_argument(
-        "--set",
-        type=_override,
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="any key of the config, such as speculation.gamma=5",
-    )
-
-
 def _gamma(text: str) -> int | str:
     if text == "auto":
         return text
@@ -347,10 +260,3 @@ def _day(text: str) -> date:
         return date.fromisoformat(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a day is written 2027-01-31, not {text!r}") from None
-
-
-def _override(argument: str) -> tuple[str, object]:
-    try:
-        return parse_override(argument)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

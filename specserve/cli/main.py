@@ -8,27 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from specserve.cli.arguments import (
-    KEY_LIMITS,
-    BadUsage,
-    Parser,
-    build_parser,
-    config_from_options,
-    draft_notice,
-)
+from specserve.cli.arguments import KEY_LIMITS, build_parser
 from specserve.cli.completion import script
+from specserve.cli.config_options import config_from_options, draft_notice
+from specserve.cli.generation import generate_text
+from specserve.cli.parser import BadUsage, Parser
 from specserve.cli.prompt import check_length, check_text, summary
-from specserve.cli.start import quick_exit, quick_start
+from specserve.cli.start import quick_exit
 from specserve.config.features import part
-from specserve.config.tree import Config
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.progress import ProgressBar
 from specserve.sampling_params import Sampling
@@ -94,7 +87,7 @@ def generate(options: argparse.Namespace) -> None:
         _note(draft_notice(options, config))
         _note(config.demo.note)
 
-    output, seconds = _generate(options.prompt, sampling, config, options.trace, require)
+    output, seconds = generate_text(options.prompt, sampling, config, options.trace, require)
     print(json.dumps(_json_output(output), indent=2) if options.json else output.text)
     _note(summary(output, seconds))
 
@@ -262,48 +255,6 @@ COMMANDS: Mapping[str, Command] = {
     "keys": keys,
     "completion": completion,
 }
-
-
-def _generate(
-    prompt: str,
-    sampling: Sampling,
-    config: Config,
-    trace: Path | None,
-    require: Callable[[Checkpoints], None],
-) -> tuple[Output, float]:
-    """Return the output, and the seconds that its text took once the models were loaded.
-
-    `require` gets their files before.
-    """
-    if trace is not None:
-        _require_writable(trace)  # before minutes are spent on a trace that cannot be saved
-    with quick_start(config):
-        import specserve.llm.inprocess  # noqa: F401  # what LLM imports when it opens
-        from specserve.engine.trace import TraceJournal  # late, like torch
-        from specserve.llm.llm import LLM
-        from specserve.metrics import Registry
-
-    journal = None if trace is None else TraceJournal(Registry())
-    with (
-        ProgressBar(sys.stderr) as bar,
-        LLM.from_config(config, journal, bar, require) as llm,
-    ):
-        bar("writing")
-        start = time.perf_counter()
-        (output,) = llm.generate(prompt, sampling)
-        seconds = time.perf_counter() - start
-    if trace is not None and journal is not None:
-        trace.write_text(json.dumps(journal.trace()))
-    return output, seconds
-
-
-def _require_writable(file: Path) -> None:
-    try:
-        file.touch()
-    except OSError as error:
-        raise BadUsage(
-            f"cannot write --trace {file}: {error.strerror}; name a file in a directory that exists"
-        ) from error
 
 
 def _json_output(output: Output) -> Mapping[str, object]:

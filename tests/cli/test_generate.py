@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.cli.arguments import NO_DRAFT_NOTICE
+from specserve.cli.config_options import NO_DRAFT_NOTICE
 from specserve.cli.main import main
 from tests.support.checkpoints import CONTEXT, add_tokenizer, make, perturb
 

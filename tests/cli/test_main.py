@@ -185,7 +185,7 @@ def test_a_failure_is_one_clear_line_and_exit_code_1(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("specserve.cli.main._generate", fail)
+    monkeypatch.setattr("specserve.cli.main.generate_text", fail)
     assert main(["generate", "--prompt", "a"]) == 1
     assert capsys.readouterr().err == f"specserve: {complaint}\n"
 

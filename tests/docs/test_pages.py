@@ -23,7 +23,7 @@ import yaml
 
 from docs._build.commands import commands
 from docs._build.configuration import all_keys
-from specserve.cli import arguments
+from specserve.cli import arguments, config_options
 from specserve.cli import main as cli
 from specserve.config.features import part
 from specserve.config.tree import config_from_keys
@@ -198,7 +198,7 @@ def test_every_command_takes_these_options_and_files(block: Block, folder: Path)
 
 
 def read_config(command: Command) -> None:
-    arguments.config_from_options(arguments.build_parser().parse_args(command.words[1:]))
+    config_options.config_from_options(arguments.build_parser().parse_args(command.words[1:]))
 
 
 @pytest.mark.parametrize(
