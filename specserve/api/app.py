@@ -31,6 +31,7 @@ from specserve.api.middleware import (
 )
 from specserve.api.model_directory import ModelDirectory
 from specserve.api.playground.page import HOME, PARTS, REFERENCE, Page
+from specserve.api.probes import Probes
 from specserve.api.refusal import Refusal
 from specserve.api.request_spans import RequestSpans
 from specserve.api.routes import Endpoints
@@ -80,13 +81,13 @@ def build(
     app.root_path = config.http.root_path  # FastAPI will drop the parameter of that name
     endpoints = Endpoints(
         models,
-        registry=registry,
         request_metrics=metrics,
         access=access,
         log_prompts=config.logs.prompts,
         unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
+    _add_probe_routes(app, Probes(models, registry, access))
     if any(one.adapters.load_from is not None for one in config.each_model):
         part("adapters.loading:add_routes")(app, models)
     _add_unserved_routes(app)
@@ -102,13 +103,16 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.get("/v1/models/{name:path}")(endpoints.model)
     app.post("/tokenize")(endpoints.tokenize)
     app.post("/detokenize")(endpoints.detokenize)
-    app.get("/health")(endpoints.health)
-    app.get("/ping")(endpoints.ping)
-    app.post("/ping")(endpoints.ping)
-    app.get("/ready")(endpoints.ready)
-    app.get("/version")(endpoints.version)
-    app.get("/metrics")(endpoints.metrics)
-    app.get("/trace")(endpoints.trace)
+
+
+def _add_probe_routes(app: FastAPI, probes: Probes) -> None:
+    app.get("/health")(probes.health)
+    app.get("/ping")(probes.ping)
+    app.post("/ping")(probes.ping)
+    app.get("/ready")(probes.ready)
+    app.get("/version")(probes.version)
+    app.get("/metrics")(probes.metrics)
+    app.get("/trace")(probes.trace)
 
 
 def _add_unserved_routes(app: FastAPI) -> None:

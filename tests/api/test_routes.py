@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specserve import __version__
-from specserve.api import routes as endpoints
+from specserve.api import probes
 from specserve.api.service import PoolStatus, Status
 from specserve.errors import WorkerLost
 from specserve.metrics import Registry
@@ -128,7 +128,7 @@ class UnhealthyService(FakeService):
 def test_an_engine_without_status_is_unhealthy_and_metrics_go_on(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "STATUS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(probes, "STATUS_TIMEOUT_S", 0.1)
     with serving(UnhealthyService(error=error)) as server:
         assert [server.ask(path).status for path in ("/health", "/ready", "/metrics")] == [
             503,

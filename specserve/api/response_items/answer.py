@@ -15,7 +15,8 @@ from specserve.api.prompt_logprobs import to_json
 from specserve.api.refusal import INTERNAL, Refusal, log_redacted
 from specserve.api.response_items.body import ResponsesBody
 from specserve.api.response_items.items import Event, OutputItems
-from specserve.api.responses import STREAM_HEADERS, GenerationResponse, ResponseHead, send_event
+from specserve.api.responses import GenerationResponse, ResponseHead
+from specserve.api.streamed_response import STREAM_HEADERS, send_event
 from specserve.api.tokenizer import Tokenizer
 from specserve.types import FinishReason
 
