@@ -7,7 +7,8 @@ import pickle
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.metrics import FAMILIES, MetricKind, Registry, merge, render
+from specserve.metric_families import FAMILIES, MetricKind
+from specserve.metrics import Registry, merge, render
 
 
 def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

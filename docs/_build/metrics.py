@@ -1,6 +1,6 @@
 """Reference page of the metrics and of the dashboard's panels.
 
-Made from `specserve/metrics.py` and `deploy/grafana.json`.
+Made from `specserve/metric_families.py` and `deploy/grafana.json`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from docs._build.table import code, table
-from specserve.metrics import FAMILIES, PREFIX, MetricFamily
+from specserve.metric_families import FAMILIES, MetricFamily
+from specserve.metrics import PREFIX
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 INTRODUCTION = f"""# Metrics and dashboard
 
-Made from `specserve/metrics.py` and `deploy/grafana.json` when the site is built. Every name
-begins with `{PREFIX}`. `GET /metrics` returns the sum over the whole application, so Prometheus
+Made from `specserve/metric_families.py` and `deploy/grafana.json` when the site is built. Every
+name begins with `{PREFIX}`. `GET /metrics` returns the sum over the whole application, so Prometheus
 scrapes one address and not every node. Counters are raw; the reader computes rates.
 [Operating](../guides/operating.md#metrics) says which to look at first, the
 [runbook](../guides/runbook.md) what to do.

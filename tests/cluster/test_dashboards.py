@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from specserve.config.sections import LimitsConfig
-from specserve.metrics import FAMILIES, MODEL_LABEL, PREFIX, MetricKind
+from specserve.metric_families import FAMILIES, MetricKind
+from specserve.metrics import MODEL_LABEL, PREFIX
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = {

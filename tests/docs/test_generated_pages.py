@@ -12,7 +12,7 @@ from docs._build import commands, configuration, endpoints, metrics
 from docs._build.formulas import BadFormula, mathml
 from docs._build.pages import rendered
 from docs._build.table import code, table
-from specserve.metrics import FAMILIES
+from specserve.metric_families import FAMILIES
 from tests.support import pages as guide
 
 

@@ -1,6 +1,6 @@
 """Counters of the server during a load: the difference between two readings of /metrics.
 
-Knows Prometheus text and the names in metrics.py.
+Knows Prometheus text and the names in metric_families.py.
 """
 
 from __future__ import annotations
