@@ -18,8 +18,8 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 INTRODUCTION = f"""# Metrics and dashboard
 
 Made from `specserve/metric_families.py` and `deploy/grafana.json` when the site is built. Every
-name begins with `{PREFIX}`. `GET /metrics` returns the sum over the whole application, so Prometheus
-scrapes one address and not every node. Counters are raw; the reader computes rates.
+name begins with `{PREFIX}`. `GET /metrics` returns the sum over the whole application, so
+Prometheus scrapes one address and not every node. Counters are raw; the reader computes rates.
 [Operating](../guides/operating.md#metrics) says which to look at first, the
 [runbook](../guides/runbook.md) what to do.
 """

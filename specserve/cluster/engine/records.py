@@ -1,4 +1,4 @@
-"""What an engine records of its rounds and requests: the journal, spans and first tokens.
+"""Records that an engine keeps of its rounds and requests: the journal, spans and first tokens.
 
 Knows neither workers nor Ray.
 """

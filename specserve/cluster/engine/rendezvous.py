@@ -1,4 +1,4 @@
-"""Where the ranks of a target find one another, and the group of processes that they join."""
+"""Stores through which the ranks of a target find one another, and the group that they join."""
 
 from __future__ import annotations
 
