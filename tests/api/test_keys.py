@@ -12,6 +12,7 @@ import pytest
 from specserve.api.key_file import GRACE_S, KeyFile
 from specserve.api.keys import MAX_KEYS, ApiKeys
 from specserve.errors import ConfigError, Unavailable
+from tests.support.clock import Clock
 from tests.support.http_server import serving
 
 GOOD = """
@@ -103,14 +104,6 @@ def test_a_file_that_cannot_be_used_is_refused_without_quoting_a_key(
     assert said in str(refusal.value)
     assert "another" not in str(refusal.value)
     assert "same" not in str(refusal.value).replace("the same for all", "")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 Watched = tuple[Path, Clock, Callable[[str], bool]]

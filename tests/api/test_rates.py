@@ -14,19 +14,12 @@ from specserve.api.keys import ApiClient
 from specserve.api.rates import MAX_GRAMMARS, Account, Accounts, RateBucket
 from specserve.errors import Overloaded, RateLimited
 from specserve.types import Grammar
+from tests.support.clock import Clock
 from tests.support.http_server import FakeService, RunningServer, serving
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def bucket(per_minute: float | None) -> tuple[RateBucket, Clock]:
-    made = RateBucket("tokens", clock := Clock())
+    made = RateBucket("tokens", clock := Clock(100.0))
     made.set_rate(per_minute)
     return made, clock
 

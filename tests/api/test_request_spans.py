@@ -16,7 +16,8 @@ from specserve.errors import Unavailable
 from specserve.tracing import EngineSpans
 from specserve.types import Chunk, Request
 from tests.support.asgi import send
-from tests.support.fakes import FakeDrafter, FakeTarget, VirtualClock, model_info, open_coordinator
+from tests.support.clock import Clock
+from tests.support.fakes import FakeDrafter, FakeTarget, model_info, open_coordinator
 from tests.support.http_server import FakeService, app_over
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -44,7 +45,7 @@ class TracedEngine(FakeService):
     exported: Exported = field(default_factory=Exported)
 
     def __post_init__(self) -> None:
-        info, self._clock = replace(model_info(), vocab_size=4096), VirtualClock()
+        info, self._clock = replace(model_info(), vocab_size=4096), Clock()
         self._coordinator = open_coordinator(
             FakeTarget(info, clock=self._clock, seconds=0.01),
             FakeDrafter(0.7, seed=0, clock=self._clock, seconds=0.001),

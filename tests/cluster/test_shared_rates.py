@@ -27,16 +27,10 @@ from specserve.cluster.board.status_board import (
 from specserve.config.sections import HttpConfig
 from specserve.errors import RateLimited
 from specserve.metrics import Registry, Snapshot
+from tests.support.clock import Clock
 
 RATE = 60
 ALICE = ApiClient("alice", b"1", requests_per_minute=RATE, tokens_per_minute=6000)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gateways:

@@ -43,11 +43,11 @@ from specserve.types import (
     VerifyStep,
     Warp,
 )
+from tests.support.clock import Clock
 from tests.support.fakes import (
     VOCAB,
     FakeDrafter,
     FakeTarget,
-    VirtualClock,
     model_info,
     open_coordinator,
     text,
@@ -66,7 +66,7 @@ class Served:
         **options: Any,
     ) -> None:
         self.info = info or model_info()
-        self.clock = VirtualClock()
+        self.clock = Clock()
         self.target = FakeTarget(self.info, clock=self.clock, seconds=0.01)
         self._drafter = (
             None

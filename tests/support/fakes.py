@@ -24,6 +24,7 @@ from specserve.types import (
     Verdict,
     VerifyStep,
 )
+from tests.support.clock import Clock
 
 VOCAB = 97
 
@@ -116,14 +117,6 @@ def demand(condition: bool) -> None:
         raise MisuseError
 
 
-class VirtualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class FakeTarget:
     """A target that verifies greedily from what its cache holds.
 
@@ -131,9 +124,9 @@ class FakeTarget:
     """
 
     def __init__(
-        self, info: ModelInfo, *, clock: VirtualClock | None = None, seconds: float = 0.0
+        self, info: ModelInfo, *, clock: Clock | None = None, seconds: float = 0.0
     ) -> None:
-        self.info, self.clock, self.seconds = info, clock or VirtualClock(), seconds
+        self.info, self.clock, self.seconds = info, clock or Clock(), seconds
         self.caches: dict[int, list[int]] = {}
         self.rounds: list[Sequence[VerifyStep]] = []
         self.errors: list[Exception] = []  # each fails one call
@@ -185,11 +178,11 @@ class FakeDrafter:
         alpha: float,
         *,
         seed: int = 0,
-        clock: VirtualClock | None = None,
+        clock: Clock | None = None,
         seconds: float = 0.0,
     ) -> None:
         self.alpha, self.random = alpha, random.Random(seed)
-        self.clock, self.seconds = clock or VirtualClock(), seconds
+        self.clock, self.seconds = clock or Clock(), seconds
         self.caches: dict[int, list[int]] = {}
         self.rounds: list[Sequence[DraftStep]] = []
         self.errors: list[Exception] = []

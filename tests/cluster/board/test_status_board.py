@@ -23,6 +23,7 @@ from specserve.cluster.board.status_board import (
     ReplicaReport,
 )
 from specserve.metrics import Registry, Snapshot, merge
+from tests.support.clock import Clock
 
 
 def snapshot(written: int, running: int = 0) -> Snapshot:
@@ -54,13 +55,6 @@ def test_a_device_of_a_pool_learns_the_engines_of_the_others_and_a_status_has_th
     page = StatusScreen(title="it", hints=()).render(board.status())
     assert "draft pool shared: 2 devices for 4 engines, 50% busy" in page.plain
     assert "draft pool other: 1 device for 2 engines, 50% busy" in page.plain
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_without_engines_there_is_no_health() -> None:

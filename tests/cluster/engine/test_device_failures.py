@@ -9,17 +9,9 @@ from specserve.cluster.engine.device_failures import (
     DeviceId,
 )
 from specserve.engine.crash_tracker import MAX_LOSSES
+from tests.support.clock import Clock
 
 GPU, OTHER = DeviceId("a1", "GPU 3"), DeviceId("a1", "GPU 4")
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_device_is_avoided_after_repeated_losses_and_is_named_once() -> None:

@@ -18,7 +18,8 @@ from specserve.engine import Coordinator
 from specserve.errors import OutOfPages, WorkerLost
 from specserve.metrics import Registry
 from specserve.types import Chunk, Request, Verdict, VerifyStep, Warp
-from tests.support.fakes import FakeTarget, VirtualClock, model_info, open_coordinator
+from tests.support.clock import Clock
+from tests.support.fakes import FakeTarget, model_info, open_coordinator
 
 DEADLINE_S = 10.0
 
@@ -36,7 +37,7 @@ class Replica:
     """A coordinator that runs, and its health."""
 
     def __init__(self) -> None:
-        self.clock, self.group, self.info = VirtualClock(), Group(), model_info()
+        self.clock, self.group, self.info = Clock(), Group(), model_info()
         self.target = FakeTarget(self.info)
         self.emitted: list[Chunk] = []
         self.coordinator: Coordinator = open_coordinator(
