@@ -309,7 +309,7 @@ def test_a_client_that_leaves_cancels_everything(stream: bool, hangs_after: int)
         )
         assert server.until(lambda: server.service.num_live == 4)
         connection.close()
-        assert server.until(lambda: server.service.num_live == 0, within_s=0.5)
+        assert server.until(lambda: server.service.num_live == 0)
         assert server.until(
             lambda: server.registry.counter("request_failure_total").samples() == {("499",): (1.0,)}
         )
@@ -389,7 +389,7 @@ def test_a_client_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(f"{head}\r\n{body}".encode())
         failed = server.registry.counter("request_failure_total")
-        assert server.until(lambda: failed.samples() == {("499",): (1.0,)}, within_s=30)
+        assert server.until(lambda: failed.samples() == {("499",): (1.0,)})
         assert service.num_live == 0
         assert service.num_chunks < 128 * 100, "the engine goes on writing"
 

@@ -522,7 +522,7 @@ def test_a_target_that_fails_every_pass_makes_the_engine_give_up_after_three_rou
     served.rounds(3)
     served.target.errors += [OutOfPages(f"no page is free ({i})") for i in range(99)]
     before = len(served.target.rounds)
-    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 60))
     assert len(served.target.rounds) - before == 3
     assert served.coordinator.trouble == "no progress in 3 rounds: no page is free (96)"
     assert served.coordinator.can_resume_elsewhere
@@ -588,7 +588,7 @@ def test_rounds_in_which_nothing_can_be_scheduled_are_not_repeated_for_ever(
     monkeypatch.setattr(
         served.coordinator.scheduler, "next_batch", lambda *args, **options: Batch()
     )
-    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 60))
     assert served.coordinator.trouble == "no progress in 3 rounds: nothing can be scheduled"
     assert served.last(seq_id).finish is FinishReason.ERROR
     assert served.coordinator.can_resume_elsewhere
@@ -607,7 +607,7 @@ def test_an_exception_of_the_coordinator_itself_ends_the_engine_and_sends_its_re
 
     owner, name = part.split(".")
     monkeypatch.setattr(getattr(served.coordinator, owner), name, broken)
-    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 60))
     assert served.coordinator.trouble == "the coordinator failed: division by zero"
     assert served.coordinator.can_resume_elsewhere
     assert [served.last(seq_id).finish for seq_id in ids] == [FinishReason.ERROR] * 3
@@ -640,7 +640,7 @@ def test_an_exception_while_chunks_are_emitted_leaves_no_call_to_the_target_open
 
     monkeypatch.setattr(served.target, "verify", counting)
     served.coordinator._emit = failing_once
-    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 60))
     assert num_open == 0
     assert served.coordinator.trouble == "the coordinator failed: no such gateway"
     assert served.tokens(seq_id) == (), "a text that lacks a chunk must not go on"
@@ -783,7 +783,7 @@ def test_run_sleeps_without_work_wakes_for_it_and_ends_the_rest_when_closed() ->
         while not served.tokens(second):
             await asyncio.sleep(0)
         served.coordinator.close()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
         assert served.last(second).finish is FinishReason.ERROR
         with pytest.raises(Displaced):
             served.submit(1)

@@ -238,7 +238,7 @@ class RunningServer:
         finally:
             connection.close()
 
-    def until(self, condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+    def until(self, condition: Callable[[], bool], *, within_s: float = 60.0) -> bool:
         """Wait for a condition and return True if it came true in time."""
         end = time.monotonic() + within_s
         while not condition() and time.monotonic() < end:

@@ -142,7 +142,7 @@ def test_whatever_one_rank_answers_the_whole_group_is_lost_at_once_and_the_next_
         target = attached(RemoteTarget(deadline_s=5), *ranks)
         target.on_lost = losses.append
         with pytest.raises(WorkerLost, match=f"rank {failing} of 2"):
-            await asyncio.wait_for(target.verify([VERIFY]), 1)
+            await asyncio.wait_for(target.verify([VERIFY]), 60)
         waiting = asyncio.ensure_future(target.verify([VERIFY]))
         await asyncio.sleep(0)
         assert not waiting.done(), "a round was sent to a group that is not in one state"
@@ -414,7 +414,7 @@ def test_a_prepared_step_is_answered_without_waiting_for_the_worker_which_is_ask
         await drafter.propose([], 1.0)
         client.gate.clear()
         client.on_prepared(prepared_message())
-        (proposal,) = await asyncio.wait_for(_awaited(drafter.propose([DRAFT], 1.0)), 0.5)
+        (proposal,) = await asyncio.wait_for(_awaited(drafter.propose([DRAFT], 1.0)), 60)
         assert (proposal.tokens, proposal.anticipated) == ((8, 9), True)
         third = asyncio.ensure_future(_awaited(drafter.propose([DRAFT], 1.0)))
         await asyncio.sleep(0.01)
@@ -516,12 +516,16 @@ def test_a_round_waits_for_the_proposals_that_follow_the_verdicts() -> None:
     asyncio.run(main())
 
 
-def test_a_round_without_draft_tokens_waits_for_nothing() -> None:
+def test_a_round_without_draft_tokens_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specserve.cluster.engine.remote.MIN_PUSH_WAIT_S", 3600)
+
     async def main() -> None:
         remote, pushed, _ = pushing(verdicts_of(Verdict(3, 0, 8, None)))
-        (first,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        (first,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 60)
         await round_of(remote, VERIFY)
-        (second,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        (second,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 60)
         assert (first.tokens, second.tokens) == ((), ())
 
     asyncio.run(main())
@@ -546,15 +550,19 @@ def test_proposals_that_were_lost_on_their_way_cost_a_pause_and_late_ones_are_no
     asyncio.run(main())
 
 
-def test_a_target_that_failed_or_is_gone_leaves_no_round_waiting_for_its_proposals() -> None:
+def test_a_target_that_failed_or_is_gone_leaves_no_round_waiting_for_its_proposals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specserve.cluster.engine.remote.MIN_PUSH_WAIT_S", 3600)
+
     async def main() -> None:
         remote, pushed, _ = pushing(OutOfPages("no room"))
         with pytest.raises(OutOfPages):
             await round_of(remote, WANTING)
-        (nothing,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        (nothing,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 60)
         assert not nothing.tokens
         remote.pushing_round = 7
         remote.detach()
-        await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        await asyncio.wait_for(pushed.propose([ASKED], math.inf), 60)
 
     asyncio.run(main())
