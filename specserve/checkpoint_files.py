@@ -18,11 +18,8 @@ from specserve.drafters.neural.draft_runner import Translate
 from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import BadValue, TokenizerMismatch, UnsupportedModel
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
-from specserve.models.checkpoints.load import (
-    check_can_round,
-    is_encoder_decoder,
-    read_config,
-)
+from specserve.models.checkpoints.held_bytes import check_can_round
+from specserve.models.checkpoints.library import is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.model import require_context
 from specserve.progress import ReportProgress, no_progress

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lab.bench.schemas import make_schema
 from specserve.config.tree import DEMO
 from specserve.grammar.validate import library_grammar, parser_limits
-from specserve.models.checkpoints.load import load_tokenizer, read_config
+from specserve.models.checkpoints.library import load_tokenizer, read_config
 from specserve.types import Grammar
 
 Bits = NDArray[np.int32]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specserve.errors import ConfigError
-from specserve.models.checkpoints.load import is_encoder_decoder, read_config
+from specserve.models.checkpoints.library import is_encoder_decoder, read_config
 from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.checkpoints.quantized.page_scales import states_float8_pages
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes

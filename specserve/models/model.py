@@ -22,16 +22,10 @@ from specserve.models.adapters import Adapters
 from specserve.models.attention import Attention
 from specserve.models.attention_choice import attention_name, open_attention
 from specserve.models.cache import PagedCache, num_spare_pages
-from specserve.models.checkpoints.load import (
-    Architecture,
-    LoadedModel,
-    is_encoder_decoder,
-    load_model,
-    longest_context,
-    num_held_bytes,
-    read_config,
-    register_attention,
-)
+from specserve.models.checkpoints.architecture import Architecture, longest_context
+from specserve.models.checkpoints.held_bytes import num_held_bytes
+from specserve.models.checkpoints.library import is_encoder_decoder, read_config, register_attention
+from specserve.models.checkpoints.load import LoadedModel, load_model
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.checkpoints.quantized.page_scales import read_page_scales
 from specserve.models.checkpoints.weights import (

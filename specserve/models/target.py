@@ -20,7 +20,7 @@ from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.adapters import Adapters
-from specserve.models.checkpoints.load import load_tokenizer, read_config
+from specserve.models.checkpoints.library import load_tokenizer, read_config
 from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import ModelOptions, open_model, require_context

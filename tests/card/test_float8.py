@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError, TooLittleMemory
-from specserve.models.checkpoints.load import load_model, num_held_bytes
+from specserve.models.checkpoints.held_bytes import num_held_bytes
+from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.rounding import round_to_float8
 from specserve.models.checkpoints.weights import Codes

@@ -19,7 +19,8 @@ from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.errors import TooLittleMemory, UnsupportedModel
 from specserve.llm.llm import LLM
-from specserve.models.checkpoints.load import load_model, num_held_bytes
+from specserve.models.checkpoints.held_bytes import num_held_bytes
+from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes
 from specserve.models.float8_weight import FLOAT8, Float8Weight, float8_of, join_float8

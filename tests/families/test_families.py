@@ -14,8 +14,10 @@ from transformers import CONFIG_MAPPING, FalconConfig, Gemma4TextConfig, Llama4T
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.errors import ModelError, UnsupportedModel
+from specserve.models.checkpoints.architecture import longest_context
 from specserve.models.checkpoints.decoders import REFUSED
-from specserve.models.checkpoints.load import load_model, longest_context, read_config
+from specserve.models.checkpoints.library import read_config
+from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import num_stored_parameters
 from tests.families.check import (
     check,

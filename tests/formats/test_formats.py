@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.errors import ModelError, UnsupportedModel
-from specserve.models.checkpoints.load import load_model, read_config
+from specserve.models.checkpoints.library import read_config
+from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import num_stored_parameters
 from specserve.models.shard import Shard
 from tests.formats.check import MADE, Said, say, say_on_ranks

@@ -10,12 +10,9 @@ from transformers import LlamaConfig
 
 from specserve.models.attention import Attention, GroupedAttention, sdpa_kernel
 from specserve.models.cache import PagedCache
-from specserve.models.checkpoints.load import (
-    LoadedModel,
-    architecture,
-    empty_module,
-    register_attention,
-)
+from specserve.models.checkpoints.architecture import architecture
+from specserve.models.checkpoints.library import empty_module, register_attention
+from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, open_flashinfer
 from specserve.models.model import ATTENTION_NAME, Model, with_graphs
 from specserve.models.network import build_network, library_attention

@@ -23,7 +23,7 @@ from specserve.grammar.request import parse_guided
 from specserve.grammar.sequences import GrammarStates, SequenceGrammar, TextUpdate
 from specserve.grammar.text_masks import mask_texts
 from specserve.grammar.validate import validate_grammar
-from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.checkpoints.library import load_tokenizer
 from specserve.types import Grammar
 from tests.support import checkpoints
 from tests.support.constrained_texts import (

@@ -21,7 +21,8 @@ from specserve.config.tree import DEMO
 from specserve.drafters.ngram.tables import UnigramTable, count_texts
 from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
-from specserve.models.checkpoints.load import load_model, num_held_bytes
+from specserve.models.checkpoints.held_bytes import num_held_bytes
+from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.checkpoints.widen import _open
 from specserve.models.cpu.linear_kernels import missing_for_compiled

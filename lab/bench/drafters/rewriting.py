@@ -18,7 +18,7 @@ from itertools import chain
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import standard_library
-from specserve.models.checkpoints.load import read_config
+from specserve.models.checkpoints.library import read_config
 
 SOURCE, COPY = "\x1d", "\x1e"
 """Marks of one token each, which occur in no Python file."""

@@ -15,7 +15,7 @@ from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
-from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.checkpoints.library import load_tokenizer
 from specserve.models.device_formats import resolve_device
 from specserve.models.self_test import find_fault
 from specserve.models.warmup import WARMUP_SEQ_ID

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specserve.errors import AdapterError
 from specserve.features.adapters.files import AdaptableLayer
-from specserve.models.checkpoints.load import empty_module, is_encoder_decoder, read_config
+from specserve.models.checkpoints.library import empty_module, is_encoder_decoder, read_config
 from specserve.models.layers import PackedLinear, PlainLinear
 from specserve.models.shard import RowWiseModule
 from specserve.models.skip import layers_of

@@ -34,7 +34,8 @@ from specserve.features.adapters.layers import (
     adapt_layers,
     adaptable_layers,
 )
-from specserve.models.checkpoints.load import empty_module, make_division
+from specserve.models.checkpoints.library import empty_module
+from specserve.models.checkpoints.load import make_division
 from specserve.models.device_formats import resolve_device, resolve_dtype
 from specserve.models.layers import PrivateWeights, linear_weights, make_linear
 from specserve.models.shard import Division, Shard

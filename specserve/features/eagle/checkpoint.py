@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
-from specserve.models.checkpoints.load import library_errors, llama_config, read_config
+from specserve.models.checkpoints.library import library_errors, llama_config, read_config
 from specserve.models.checkpoints.tensors import StoredTensors
 from specserve.models.checkpoints.weights import fingerprint, weight_files
 

@@ -21,7 +21,7 @@ from specserve.features.eagle.checkpoint import EagleWeights
 from specserve.features.eagle.states import OWN, TARGETS, UNKNOWN, previous_slots
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
-from specserve.models.checkpoints.load import llama_rotary
+from specserve.models.checkpoints.library import llama_rotary
 from specserve.models.layers import (
     HeadShape,
     PackedLinear,

@@ -41,11 +41,7 @@ from specserve.features.eagle.train_heads import (
 )
 from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
 from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.checkpoints.load import (
-    is_encoder_decoder,
-    llama_config,
-    read_config,
-)
+from specserve.models.checkpoints.library import is_encoder_decoder, llama_config, read_config
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.progress import ReportProgress
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.features.eagle.checkpoint import NUM_TAPS
-from specserve.models.checkpoints.load import llama_rotary
+from specserve.models.checkpoints.library import llama_rotary
 
 DEPTHS = 4
 """Draft tokens that the training unrolls: the first from the target's states, the others from the

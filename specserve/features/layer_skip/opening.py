@@ -9,7 +9,7 @@ from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.drafters.registry import DrafterParts, TargetVocabulary, neural_drafter
 from specserve.features.layer_skip.drafter import LayerSkipDrafter
-from specserve.models.checkpoints.load import read_config
+from specserve.models.checkpoints.library import read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.skip import skipped_layers

@@ -11,7 +11,7 @@ from specserve.errors import TokenizerMismatch
 from specserve.features.other_tokenizer.runner import TranslatedRunner
 from specserve.features.other_tokenizer.shared_vocabulary import SharedVocabulary, make_translation
 from specserve.features.other_tokenizer.translation import TokenTranslation
-from specserve.models.checkpoints.load import is_encoder_decoder, read_config
+from specserve.models.checkpoints.library import is_encoder_decoder, read_config
 from specserve.models.runner import Runner
 
 log = logging.getLogger(__name__)

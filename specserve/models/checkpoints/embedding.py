@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.checkpoints.load import (
+from specserve.models.checkpoints.library import (
     base_model_name,
     empty_module,
     library_errors,

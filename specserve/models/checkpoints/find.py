@@ -15,15 +15,14 @@ from torch import Tensor
 
 from specserve.config.hub_models import is_hub_name
 from specserve.errors import ModelNotFound, first_line
-from specserve.models.checkpoints.load import (
-    Architecture,
-    architecture,
+from specserve.models.checkpoints.architecture import Architecture, architecture
+from specserve.models.checkpoints.library import (
     empty_module,
     library_errors,
-    make_division,
     quiet_library,
     read_config,
 )
+from specserve.models.checkpoints.load import make_division
 from specserve.models.checkpoints.weights import weight_files
 from specserve.models.plans import check_plan
 from specserve.models.shard import Division, Shard

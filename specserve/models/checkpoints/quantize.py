@@ -17,12 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specserve.errors import BadValue, UnsupportedModel
-from specserve.models.checkpoints.load import (
-    check_can_round,
-    empty_module,
-    quiet_library,
-    read_config,
-)
+from specserve.models.checkpoints.held_bytes import check_can_round
+from specserve.models.checkpoints.library import empty_module, quiet_library, read_config
 from specserve.models.checkpoints.rounding import (
     group_for,
     linear_layers,

@@ -16,7 +16,7 @@ from specserve.models.cpu.compiled.functions import Function
 from specserve.models.layout import Layout, Runs
 
 if TYPE_CHECKING:
-    from specserve.models.checkpoints.load import Architecture
+    from specserve.models.checkpoints.architecture import Architecture
 
 
 class CompiledAttention:

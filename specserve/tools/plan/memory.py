@@ -14,12 +14,12 @@ import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
-from specserve.models.checkpoints.load import (
+from specserve.models.checkpoints.held_bytes import (
     check_can_round,
     num_bytes_saved_by_rounding,
     num_held_bytes,
-    read_config,
 )
+from specserve.models.checkpoints.library import read_config
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.device_formats import (

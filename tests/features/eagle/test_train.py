@@ -24,7 +24,7 @@ from specserve.features.eagle.train import (
 )
 from specserve.features.eagle.train_heads import Teacher
 from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
-from specserve.models.checkpoints.load import read_config
+from specserve.models.checkpoints.library import read_config
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.types import DraftStep, Policy, VerifyStep, Warp

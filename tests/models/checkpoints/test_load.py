@@ -28,7 +28,8 @@ from transformers import (
 
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
 from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.checkpoints.load import load_model, read_config, register_attention
+from specserve.models.checkpoints.library import read_config, register_attention
+from specserve.models.checkpoints.load import load_model
 from specserve.models.shard import Shard
 from tests.support import checkpoints
 

@@ -27,8 +27,9 @@ from transformers import LlamaConfig
 from specserve.models import layers
 from specserve.models import shard as shard_module
 from specserve.models.attention import Attention, GroupedAttention, sdpa_kernel
+from specserve.models.checkpoints.architecture import architecture
 from specserve.models.checkpoints.fill import fill_shapes
-from specserve.models.checkpoints.load import LoadedModel, architecture, make_division
+from specserve.models.checkpoints.load import LoadedModel, make_division
 from specserve.models.gpu import triton_kernels
 from specserve.models.gpu.card_kernels import CardKernels
 from specserve.models.gpu.flashinfer_attention import FlashInferAttention, find_flashinfer
