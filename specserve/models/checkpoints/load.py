@@ -92,42 +92,17 @@ def load_model(
     check_plan(config, size)
     if round_to is not None:
         check_can_round(directory, config)
-    if is_encoder_decoder(config):
-        attention = "eager"  # nothing of it is used: the forward pass is ours
-        if dtype == torch.float16:
-            raise UnsupportedModel(
-                f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32"
-            )
-    elif config.model_type == "falcon":
-        attention = "eager"  # which `falcon` replaces
-        if skip:
-            raise UnsupportedModel("falcon models cannot leave layers out; use another draft.kind")
-    elif config.model_type in PADDED and skip:
-        raise UnsupportedModel(
-            f"{config.model_type} models cannot leave layers out: later ones share keys and values "
-            "with earlier ones; use another draft.kind"
-        )
-    elif attention not in LIBRARY_ATTENTION:
-        check_attention(config)
+    _check_dtype_and_skip(config, dtype, skip)
+    attention = _usable_attention(config, attention)
     with quiet_library(), library_errors(directory):
         if packed is None:
             check_fits_files(directory, config)
             report_quantized(directory, config, dtype, device, size, keeps=keeps)
-            if is_multimodal(directory):
-                log.warning(
-                    "%s: the text model alone is opened; what sees images or hears is left out",
-                    directory.name,
-                )
+            _report_text_part(directory)
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
-        elif (
-            skip
-            or size > 1
-            or round_to
-            or read_format(directory) is not None
-            or is_multimodal(directory)
-        ):
+        elif skip or size > 1 or round_to or _differs_from_library(directory):
             module = _load_part(
                 directory,
                 config,
@@ -147,6 +122,46 @@ def load_model(
         spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
+
+
+def _check_dtype_and_skip(config: Any, dtype: torch.dtype, skip: Collection[int]) -> None:
+    """Raise UnsupportedModel for a format that overflows, or layers that cannot be left out."""
+    if is_encoder_decoder(config):
+        if dtype == torch.float16:
+            raise UnsupportedModel(
+                f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32"
+            )
+    elif config.model_type == "falcon" and skip:
+        raise UnsupportedModel("falcon models cannot leave layers out; use another draft.kind")
+    elif config.model_type in PADDED and skip:
+        raise UnsupportedModel(
+            f"{config.model_type} models cannot leave layers out: later ones share keys and values "
+            "with earlier ones; use another draft.kind"
+        )
+
+
+def _usable_attention(config: Any, attention: str) -> str:
+    """Return the attention to build the module with. Raises UnsupportedModel if it takes none."""
+    if is_encoder_decoder(config):
+        return "eager"  # nothing of it is used: the forward pass is ours
+    if config.model_type == "falcon":
+        return "eager"  # which `falcon` replaces
+    if attention not in LIBRARY_ATTENTION:
+        check_attention(config)
+    return attention
+
+
+def _report_text_part(directory: Path) -> None:
+    if is_multimodal(directory):
+        log.warning(
+            "%s: the text model alone is opened; what sees images or hears is left out",
+            directory.name,
+        )
+
+
+def _differs_from_library(directory: Path) -> bool:
+    """Return whether a checkpoint's tensors are not those of the library's module."""
+    return read_format(directory) is not None or is_multimodal(directory)
 
 
 def check_fits_files(directory: Path, config: Any) -> None:
