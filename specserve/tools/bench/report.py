@@ -12,6 +12,8 @@ from textwrap import wrap
 from typing import Any
 
 from specserve import __version__
+from specserve.tools.bench.acceptance import AcceptanceCounts
+from specserve.tools.bench.counters import ServerSide
 from specserve.tools.bench.measurement import (
     ASSUMPTION,
     Comparison,
@@ -141,53 +143,44 @@ def _milliseconds(spread: Spread | None) -> tuple[str, ...]:
 
 def speculation_rows(measurement: Measurement) -> list[tuple[str, str]]:
     """Return what the tokens' origins and the server's counters say, without unknown figures."""
-    acceptance, server = measurement.acceptance, measurement.server
-    mean_proposal = measurement.speculation.mean_proposal
-    rows: list[tuple[str, str | None]] = []
-    if acceptance.rounds:
-        positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
-        alpha = (
-            None
-            if acceptance.alpha is None
-            else f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} verified; "
-            f"by position {positions}"
-        )
-        rows.append(("acceptance", alpha))
-        rows.append(
-            (
-                "accepted a round",
-                f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, "
-                f"{acceptance.plain} of them plain",
-            )
-        )
+    server, mean_proposal = measurement.server, measurement.speculation.mean_proposal
+    rows = _acceptance_rows(measurement.acceptance) if measurement.acceptance.rounds else []
     if mean_proposal is not None:
         rows.append(("draft tokens a proposal", f"{mean_proposal:.2f}"))
     if server is not None and server.rounds:
-        rows.append(
-            (
-                "anticipation hit rate",
-                None
-                if server.anticipation_hit_rate is None
-                else f"{server.anticipation_hit_rate:.3f}",
-            )
-        )
-        parts = {"round": server.round_s, "verify": server.verify_s, "draft": server.draft_s}
-        times = ", ".join(
-            f"{name} {figure(1e3 * seconds)}"
-            for name, seconds in parts.items()
-            if seconds is not None
-        )
-        rows.append(("the server's means, ms", times or None))
-        rows.append(
-            (
-                "prefix cache hit rate",
-                None
-                if server.prefix_cache_hit_rate is None
-                else f"{server.prefix_cache_hit_rate:.3f}",
-            )
-        )
-        rows.append(("preemptions", str(server.preemptions) if server.preemptions else None))
+        rows += _server_rows(server)
     return [(name, value) for name, value in rows if value is not None]
+
+
+def _acceptance_rows(acceptance: AcceptanceCounts) -> list[tuple[str, str | None]]:
+    alpha = None
+    if acceptance.alpha is not None:
+        positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
+        alpha = (
+            f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} verified; by position {positions}"
+        )
+    accepted = (
+        f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, "
+        f"{acceptance.plain} of them plain"
+    )
+    return [("acceptance", alpha), ("accepted a round", accepted)]
+
+
+def _server_rows(server: ServerSide) -> list[tuple[str, str | None]]:
+    parts = {"round": server.round_s, "verify": server.verify_s, "draft": server.draft_s}
+    times = ", ".join(
+        f"{name} {figure(1e3 * seconds)}" for name, seconds in parts.items() if seconds is not None
+    )
+    return [
+        ("anticipation hit rate", _rate(server.anticipation_hit_rate)),
+        ("the server's means, ms", times or None),
+        ("prefix cache hit rate", _rate(server.prefix_cache_hit_rate)),
+        ("preemptions", str(server.preemptions) if server.preemptions else None),
+    ]
+
+
+def _rate(share: float | None) -> str | None:
+    return None if share is None else f"{share:.3f}"
 
 
 def comparison_rows(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]:
