@@ -9,8 +9,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -57,7 +61,6 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
     check_drawable(file)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     with rc_context(
         {
@@ -72,26 +75,33 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
         for axes, panel in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
         ):
-            for curve in panel.curves:
-                colour = None if curve.colour is None else f"C{curve.colour}"
-                style = "--" if curve.dashed else "-"
-                axes.plot(
-                    curve.xs,
-                    curve.ys,
-                    style,
-                    label=curve.name,
-                    color=colour,
-                    drawstyle="steps-post" if panel.steps else "default",
-                )
-            axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-            if panel.steps:
-                axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-            if panel.counts_across:
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.legend(fontsize="small", frameon=False)
+            _draw_panel(axes, panel)
         with warnings.catch_warnings():
             # The place for a legend takes more than a second to find on a busy machine.
             warnings.filterwarnings("ignore", 'Creating legend with loc="best"')
             figure.savefig(
                 file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
             )
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    """Draw the curves of a panel, its labels and its legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    for curve in panel.curves:
+        colour = None if curve.colour is None else f"C{curve.colour}"
+        style = "--" if curve.dashed else "-"
+        axes.plot(
+            curve.xs,
+            curve.ys,
+            style,
+            label=curve.name,
+            color=colour,
+            drawstyle="steps-post" if panel.steps else "default",
+        )
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    if panel.steps:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if panel.counts_across:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize="small", frameon=False)
