@@ -23,7 +23,7 @@ from specserve.models.adapters import Adapters
 from specserve.models.checkpoints.library import load_tokenizer, read_config
 from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
-from specserve.models.model import ModelOptions, open_model, require_context
+from specserve.models.model import Model, ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
 from specserve.models.runner import LogitsReader, Runner
@@ -278,26 +278,13 @@ def open_target(
         returns_hidden=returns_hidden,
         taps=taps,
     )
-    cache, spec = opened.runner.cache, opened.spec
-    if cache.device.type == "cuda":
+    device, spec = opened.runner.cache.device, opened.spec
+    if device.type == "cuda":
         # Tried, and compiled, before anybody waits for them.
-        renormaliser_of(cache.device)
-        draw_kernel_of(cache.device)
-    info = ModelInfo(
-        vocab_size=spec.vocab_size,
-        max_context=opened.max_context,
-        end_ids=spec.end_ids,
-        page_size=cache.page_size,
-        num_pages=cache.num_pages,
-        prefix_caching=cache.prefix_caching,
-        decoder_start=spec.decoder_start,
-        runs_ahead=cache.device.type == "cuda"
-        and shard is None
-        and not spec.is_encoder_decoder
-        and opened.adapters is None
-        and not returns_hidden
-        and taps is None,
-    )
+        renormaliser_of(device)
+        draw_kernel_of(device)
+    takes_hidden = returns_hidden or taps is not None
+    info = _describe(opened, runs_ahead=shard is None and not takes_hidden)
     if not is_first:
         return TargetFollower(opened.runner, info, opened.adapters)
     grammar_compiler = GrammarCompiler.from_tokenizer(
@@ -311,6 +298,24 @@ def open_target(
         taps=taps,
         grammar_compiler=grammar_compiler,
         adapters=opened.adapters,
+    )
+
+
+def _describe(opened: Model, *, runs_ahead: bool) -> ModelInfo:
+    """Return what others know of an open model; it can run ahead only if it is on a GPU."""
+    cache, spec = opened.runner.cache, opened.spec
+    return ModelInfo(
+        vocab_size=spec.vocab_size,
+        max_context=opened.max_context,
+        end_ids=spec.end_ids,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        prefix_caching=cache.prefix_caching,
+        decoder_start=spec.decoder_start,
+        runs_ahead=runs_ahead
+        and cache.device.type == "cuda"
+        and not spec.is_encoder_decoder
+        and opened.adapters is None,
     )
 
 
