@@ -121,17 +121,13 @@ def train(
     report_progress("loading the target")
     teacher = Teacher(checkpoint)
     config = _layer_config(teacher)
-    taps: tuple[int, ...] = tapped_layers(teacher.spec.num_layers)
     if resume:
         taps = require_eagle_for(checkpoint, out).taps(teacher.spec.num_layers)
-        ids = _saved_ids(out)
+        head, ids = _saved_head(config, teacher, out)
     else:
+        taps = tapped_layers(teacher.spec.num_layers)
         ids = frequent_ids(windows, min(draft_vocab or DRAFT_VOCAB, teacher.spec.vocab_size))
-    head = EagleModule(config, target_hidden=teacher.spec.hidden_size, draft_vocab=len(ids))
-    if resume:
-        _load(head, out)
-    else:
-        _initialise(head, teacher, ids)
+        head = _new_head(config, teacher, ids)
     head.to(teacher.device)
     held_out = windows[::HELD_OUT][:EVALUATED]
     learnt = [window for i, window in enumerate(windows) if i % HELD_OUT] or windows
@@ -202,10 +198,24 @@ def save_head(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    keys = {
+    keys = _config_keys(head, config, taps, num_ids=len(ids), target=target, vocab_size=vocab_size)
+    (directory / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+
+
+def _config_keys(
+    head: EagleModule,
+    config: Any,
+    taps: Sequence[int],
+    *,
+    num_ids: int,
+    target: str,
+    vocab_size: int,
+) -> dict[str, Any]:
+    """Return the keys of a head's config.json, in the names of SpecForge."""
+    return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
-        "draft_vocab_size": len(ids),
+        "draft_vocab_size": num_ids,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in taps],  # by their outputs
             "use_aux_hidden_state": True,
@@ -228,7 +238,20 @@ def save_head(
         "torch_dtype": "bfloat16",
         "vocab_size": vocab_size,
     }
-    (directory / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+
+
+def _new_head(config: Any, teacher: Teacher, ids: Tensor) -> EagleModule:
+    head = EagleModule(config, target_hidden=teacher.spec.hidden_size, draft_vocab=len(ids))
+    _initialise(head, teacher, ids)
+    return head
+
+
+def _saved_head(config: Any, teacher: Teacher, directory: Path) -> tuple[EagleModule, Tensor]:
+    """Return a head that `save_head` wrote, and the target's ids of the tokens that it knows."""
+    ids = _saved_ids(directory)
+    head = EagleModule(config, target_hidden=teacher.spec.hidden_size, draft_vocab=len(ids))
+    _load(head, directory)
+    return head, ids
 
 
 def _saved_ids(directory: Path) -> Tensor:
