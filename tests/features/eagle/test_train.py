@@ -16,10 +16,10 @@ from specserve.cli.main import main
 from specserve.errors import ModelError
 from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.features.eagle.drafter import EagleDrafter
+from specserve.features.eagle.head_files import save_head
 from specserve.features.eagle.train import (
     Lesson,
     frequent_ids,
-    save_head,
     tapped_layers,
 )
 from specserve.features.eagle.train_heads import Teacher
