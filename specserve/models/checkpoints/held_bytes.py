@@ -1,4 +1,4 @@
-"""What a checkpoint's weights take in memory, and which of them stay quantised there."""
+"""Bytes that a checkpoint's weights take in memory, and the weights that stay quantised."""
 
 from __future__ import annotations
 

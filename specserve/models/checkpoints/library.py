@@ -1,4 +1,4 @@
-"""What the transformers library gives: configs, tokenizers, modules and their attention.
+"""The transformers library: its configs, tokenizers, modules and their attention.
 
 The only module of the models that knows the library. Knows no shards and no pages.
 """

@@ -160,7 +160,7 @@ def _report_text_part(directory: Path) -> None:
 
 
 def _differs_from_library(directory: Path) -> bool:
-    """Return whether a checkpoint's tensors are not those of the library's module."""
+    """Return whether a checkpoint's tensors differ from the tensors of the library's module."""
     return read_format(directory) is not None or is_multimodal(directory)
 
 
