@@ -34,7 +34,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A target, its drafter if there is one, and a coordinator.
 
-    It serves one thread at a time; `close` it, or use it in a `with` statement.
+    Threads may call it at once: their prompts share its rounds. `close` it, or use it in a `with`
+    statement.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class LLM:
         """
         (pending,) = single(self.engine, prompt, sampling)
         for _ in self._rounds([pending]):
-            delta = pending.take()
+            with self.engine.turns.take():
+                delta = pending.take()
             if delta is not None:
                 yield delta
         if (rest := pending.take()) is not None:  # which rounds of other calls have brought
@@ -211,4 +213,5 @@ def chat_prompts(engine: LocalEngine, messages: object) -> list[tuple[int, ...]]
     """Return the token ids of one conversation, or of each of several."""
     given = items_of(messages) or []
     chats = [given] if given and isinstance(given[0], Mapping) else given
-    return [engine.tokenizer.apply_chat_template(items_of(chat) or []) for chat in chats]
+    with engine.turns.take():
+        return [engine.tokenizer.apply_chat_template(items_of(chat) or []) for chat in chats]

@@ -1,6 +1,6 @@
 """The engine of `LLM` and `AsyncLLM`: a coordinator over its workers, round by round.
 
-It knows prompts and outputs, and neither threads nor event loops.
+It knows prompts and outputs, and no event loops. Threads take turns at its rounds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from specserve.errors import (
     SpecserveError,
     WorkerLost,
 )
+from specserve.llm.turns import Turns
 from specserve.sampling_params import Sampling
 from specserve.types import Chunk, FinishReason, Logprobs, Request, Stats
 
@@ -51,7 +52,10 @@ class Output:
 
 
 class LocalEngine:
-    """A tokenizer and a coordinator. One thread at a time may use it."""
+    """A tokenizer and a coordinator.
+
+    A round belongs to the thread that runs it, and serves the requests of all.
+    """
 
     def __init__(
         self, parts: EngineParts, config: Config, journal: TraceJournal | None = None
@@ -61,6 +65,8 @@ class LocalEngine:
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None
         self._live: dict[int, PendingOutput] = {}
+        self.turns = Turns()
+        """Taken for a round, and to read what rounds bring."""
         self._run_round, self._close_parts = parts.run_round, parts.close
 
         def open_coordinator() -> Coordinator:
@@ -92,39 +98,45 @@ class LocalEngine:
 
     def reopen_after_trouble(self) -> None:
         """Open a new coordinator if the last one gave up all its requests."""
-        if self.coordinator is None or self._open_coordinator is None or not self.is_idle:
-            return
-        if self.coordinator.trouble is not None:
-            self.coordinator = self._open_coordinator()
+        with self.turns.take():
+            if self.coordinator is None or self._open_coordinator is None or not self.is_idle:
+                return
+            if self.coordinator.trouble is not None:
+                self.coordinator = self._open_coordinator()
 
     def step(self, waiting: deque[PendingOutput]) -> None:
-        """Submit as many as the queue takes, and run one round."""
-        if self.coordinator is None or self._open_coordinator is None:
-            raise Overloaded("this LLM is closed")
-        self._submit(self.coordinator, waiting)
-        self._run_round(self.coordinator.round())
+        """Submit as many as the queue takes, and run one round if there is any work."""
+        with self.turns.take():
+            if self.coordinator is None or self._open_coordinator is None:
+                raise Overloaded("this LLM is closed")
+            self._submit(self.coordinator, waiting)
+            if self.coordinator.has_work:  # another thread may have done it
+                self._run_round(self.coordinator.round())
 
     def cancel(self, given_up: Sequence[PendingOutput]) -> None:
         """Cancel those that are live when the next round begins; their chunks are dropped."""
-        for seq_id in [seq_id for seq_id, one in self._live.items() if one in given_up]:
-            if self.coordinator is not None:
-                self.coordinator.cancel(seq_id)
-            self._live.pop(seq_id).is_live = False
+        with self.turns.take():
+            for seq_id in [seq_id for seq_id, one in self._live.items() if one in given_up]:
+                if self.coordinator is not None:
+                    self.coordinator.cancel(seq_id)
+                self._live.pop(seq_id).is_live = False
 
     def close(self) -> None:
-        """Free the models."""
-        self.coordinator = self._open_coordinator = None
-        self._close_parts()
+        """Free the models, after the round under way."""
+        with self.turns.take():
+            self.coordinator = self._open_coordinator = None
+            self._close_parts()
 
     def continuations(self, prompt: object, sampling: Sampling) -> list[PendingOutput]:
         """Return the `n` continuations of a prompt, with their error if it is faulty."""
         try:
-            ids = self._prompt_ids(prompt)
-            sampling.check_ids(self._vocab_size)
-            sampling.check_grammar()
-            if self._has_encoder:
-                sampling.check_encoder_input()
-            words = bad_word_ids(self.tokenizer, sampling)
+            with self.turns.take():  # at the tokenizer
+                ids = self._prompt_ids(prompt)
+                sampling.check_ids(self._vocab_size)
+                sampling.check_grammar()
+                if self._has_encoder:
+                    sampling.check_encoder_input()
+                words = bad_word_ids(self.tokenizer, sampling)
             adapter = None if sampling.adapter is None else self.adapters.find(sampling.adapter)
         except BadRequest as error:
             return [

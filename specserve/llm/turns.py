@@ -1,0 +1,34 @@
+"""Turns of threads at something that one of them may use at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """A lock for which nobody waits longer than the turns of those who came before.
+
+    With a plain lock, a thread that asks again as soon as its turn is over mostly gets the next
+    one, too. A thread may take a turn in its own turn, as what the garbage collector runs may do.
+    """
+
+    def __init__(self) -> None:
+        self._queue, self._taken = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        if self._owner == thread:
+            yield
+            return
+        with self._queue:  # whoever is next waits in here, and the others for it
+            self._taken.acquire()
+        self._owner = thread
+        try:
+            yield
+        finally:
+            self._owner = None
+            self._taken.release()

@@ -1,0 +1,78 @@
+"""Threads that take turns, at a lock and at one `LLM`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from specserve import Sampling
+from specserve.llm.turns import Turns
+from specserve.types import Verdict, VerifyStep
+from tests.llm.test_llm import scripted
+
+PATIENCE_S = 60.0
+
+
+def test_who_asks_again_waits_for_who_asked_before() -> None:
+    turns, order = Turns(), list[str]()
+
+    def other() -> None:
+        with turns.take():
+            order.append("other")
+
+    with turns.take():
+        thread = threading.Thread(target=other)
+        thread.start()
+        end = time.monotonic() + PATIENCE_S
+        while not turns._queue.locked():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        order.append("first")
+    with turns.take():
+        order.append("again")
+    thread.join()
+    assert order == ["first", "other", "again"]
+
+
+def test_a_turn_within_a_turn_and_after_an_error_waits_for_nobody() -> None:
+    turns = Turns()
+    try:
+        with turns.take(), turns.take():
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    with ThreadPoolExecutor(1) as other:
+
+        def take() -> str:
+            with turns.take():
+                return "taken"
+
+        assert other.submit(take).result(PATIENCE_S) == "taken"
+
+
+def test_many_threads_get_each_its_own_text_from_one_llm() -> None:
+    llm, target = scripted("0123456789" * 3)
+    verify, running = target.verify, threading.Lock()
+
+    def alone(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        assert running.acquire(blocking=False), "two rounds at once"
+        try:
+            time.sleep(0)  # another thread may run
+            return verify(steps)
+        finally:
+            running.release()
+
+    target.verify = alone  # type: ignore[method-assign]
+
+    def texts(thread: int) -> list[str]:
+        sampling = Sampling(max_tokens=3 + thread)
+        streamed = "".join(delta.text for delta in llm.stream("a" * (thread + 1), sampling))
+        outputs = llm.generate(["b", "cc"] * 3, sampling)
+        return [streamed, *(output.text for output in outputs)]
+
+    with ThreadPoolExecutor(6) as threads:
+        for thread, found in enumerate(threads.map(texts, range(6))):
+            assert set(found) == {("0123456789" * 3)[: 3 + thread]}
+    llm.close()
