@@ -268,6 +268,10 @@ class Verdict:
     # yet, so that it has to be repeated. Only the logprobs of the prompt mean anything then.
     is_decision: bool = True
 
+    @classmethod
+    def failed(cls, seq_id: int, error: str) -> Verdict:
+        return cls(seq_id, 0, 0, None, error)
+
 
 class Origin(StrEnum):
     """Origin of a token.

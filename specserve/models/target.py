@@ -29,7 +29,13 @@ from specserve.models.prompt_scores import PromptScores, reader_of
 from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
 from specserve.models.vocabulary_shares import PassLogits, VocabularyShares, chosen_on_shares
-from specserve.sampling.distribution import WarpBatch, logprobs
+from specserve.sampling.distribution import (
+    NOT_FINITE,
+    NOT_FINITE_ERROR,
+    WarpBatch,
+    logprobs,
+    where_finite,
+)
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.penalties import History
 from specserve.sampling.row_draws import draw_kernel_of
@@ -177,17 +183,19 @@ class TargetModel:
         outcomes = self._outcomes(alone, found.own, whole, logits)
         rows = _logprobs(whole, unmasked, [outcomes[step.seq_id] for step in whole])
         errors, undecided = ({}, ()) if masks is None else (masks.errors, masks.undecided)
-        return [
-            Verdict(step.seq_id, 0, 0, None, is_decision=False)
-            if step.seq_id in undecided
-            else Verdict(
-                step.seq_id,
-                *outcomes[step.seq_id],
-                rows.get(step.seq_id),
-                errors.get(step.seq_id),
-            )
-            for step in steps
-        ]
+        verdicts = []
+        for step in steps:
+            accepted, token = outcomes[step.seq_id]
+            if step.seq_id in undecided:
+                verdict = Verdict(step.seq_id, 0, 0, None, is_decision=False)
+            elif (error := errors.get(step.seq_id)) is not None:
+                verdict = Verdict.failed(step.seq_id, error)
+            elif token == NOT_FINITE:
+                verdict = Verdict.failed(step.seq_id, NOT_FINITE_ERROR)
+            else:
+                verdict = Verdict(step.seq_id, accepted, token, rows.get(step.seq_id))
+            verdicts.append(verdict)
+        return verdicts
 
     def _outcomes(
         self,
@@ -199,7 +207,8 @@ class TargetModel:
         """Return how many draft tokens of each sequence are accepted, and the next token.
 
         The target's `own` tokens decide on some steps alone, and `logits` [rows, vocab] on the
-        whole ones. A device is waited for once.
+        whole ones. A device is waited for once. The next token is NOT_FINITE if a row that decided
+        was.
         """
         compared = list(alone)
         tokens, results = [] if own is None else [own], list[Tensor]()
@@ -211,18 +220,25 @@ class TargetModel:
             )
             if warps.all_greedy:
                 compared += whole
-                tokens.append(warps.greedy_tokens(logits))
+                likeliest = warps.greedy_tokens(logits)
+                highest = logits.gather(1, likeliest[:, None])[:, 0]
+                tokens.append(where_finite(likeliest, highest))
             else:
                 result = _verify_drafts(whole, warps, logits)
-                results = [result.accepted, result.next_token]
+                results = [result.accepted, result.next_token, logits.amax(-1).float()]
         arrays = to_host(*tokens, *results)
         flat = [token for array in arrays[: len(tokens)] for token in array.tolist()]
         greedy = verify_greedy(flat, [step.drafts for step in compared])
         outcomes = {step.seq_id: outcome for step, outcome in zip(compared, greedy, strict=True)}
         if results:
-            accepted, following = (array.tolist() for array in arrays[len(tokens) :])
-            for step, *outcome in zip(whole, accepted, following, strict=True):
-                outcomes[step.seq_id] = (outcome[0], outcome[1])
+            accepted, following, highest_of_rows = arrays[len(tokens) :]
+            is_finite, first = np.isfinite(highest_of_rows).tolist(), 0
+            for step, count, token in zip(
+                whole, accepted.tolist(), following.tolist(), strict=True
+            ):
+                decided = all(is_finite[first : first + count + 1])
+                outcomes[step.seq_id] = (count, token if decided else NOT_FINITE)
+                first += len(step.drafts) + 1
         return outcomes
 
     def _history(self, step: VerifyStep) -> History | None:
@@ -388,7 +404,7 @@ def _logprobs(
     firsts = [0, *accumulate(len(step.drafts) + 1 for step in steps)]
     groups: dict[int, list[int]] = {}  # steps that are computed together
     for i, step in enumerate(steps):
-        if step.policy.logprobs is not None:
+        if step.policy.logprobs is not None and outcomes[i][1] != NOT_FINITE:
             # On a CPU, where there is no device to wait for, each by itself.
             groups.setdefault(i if logits.is_cpu else step.policy.logprobs, []).append(i)
     found: dict[int, tuple[Logprobs, ...]] = {}

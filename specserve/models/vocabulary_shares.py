@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specserve.models.runner import Runner
 from specserve.models.shard import GatheredHead
-from specserve.sampling.distribution import WarpBatch, argmax
+from specserve.sampling.distribution import WarpBatch, argmax, where_finite
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.row_draws import best_of_rows
 from specserve.transfers import to_device
@@ -119,23 +119,30 @@ class VocabularyShares:
     def _draw(self, part: Tensor, steps: Sequence[VerifyStep]) -> tuple[Tensor, Tensor]:
         """Return the best score of each row's share under coupled noise, and its token."""
         counts = _num_rows(steps)
-        highest = self._shard.maximum(part.float().amax(-1, keepdim=True))
+        own = part.float().amax(-1, keepdim=True)
+        highest = self._shard.maximum(own)
         warps = WarpBatch([step.policy.warp for step in steps], counts)
         weights = warps.weights(part, highest)
-        return best_of_rows(weights, _coupled_keys(steps, part.device), first_id=self._first_id)
+        keys = _coupled_keys(steps, part.device)
+        scores, tokens = best_of_rows(weights, keys, first_id=self._first_id)
+        # A maximum over ranks, and over what is not a number, may be a number.
+        return torch.where(own[:, 0] < torch.inf, scores, torch.nan), tokens
 
     def _best_of_ranks(self, scores: Tensor, tokens: Tensor) -> Tensor | None:
         """Return each row's token of the rank with the best score, the lowest rank of a tie.
 
-        Its tokens have the lowest ids, so this is the tie's token of the whole row.
+        Its tokens have the lowest ids, so this is the tie's token of the whole row. NOT_FINITE
+        stands for the token of a row whose best score is not a finite number.
         """
         own = torch.stack([scores.view(torch.int32), tokens.to(torch.int32)])  # [2, rows]
         parts = self._shard.gather(own)
         if parts is None:
             return None
         of_ranks = torch.stack(parts, dim=1)  # [2, ranks, rows]
-        best = argmax(of_ranks[0].view(torch.float32).t())
-        return of_ranks[1].gather(0, best[None])[0].to(torch.int64)
+        all_scores = of_ranks[0].view(torch.float32)
+        best = argmax(all_scores.t())[None]
+        found = of_ranks[1].gather(0, best)[0].to(torch.int64)
+        return where_finite(found, all_scores.gather(0, best)[0])
 
     @property
     def _first_id(self) -> int:

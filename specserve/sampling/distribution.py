@@ -25,6 +25,12 @@ from specserve.sampling.truncation import top_k_top_p
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, PromptLogprobs, SparseDistribution, Warp
 
+NOT_FINITE = -1
+"""Stands for the token of a row whose logits are not finite: there is none."""
+NOT_FINITE_ERROR = (
+    "the target's logits are not finite: its weights or its config are broken, "
+    "or its type of numbers is too narrow for them"
+)
 _COLDEST = 1e-30  # a temperature below it would underflow float32; the result is the same one-hot
 
 
@@ -173,6 +179,14 @@ def argmax(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return torch.from_numpy((x.float() if x.dtype == torch.bfloat16 else x).numpy().argmax(-1))
     return x.max(dim=-1).indices
+
+
+def where_finite(tokens: Tensor, highest: Tensor) -> Tensor:
+    """Return the tokens of the rows whose highest logits are finite, else NOT_FINITE.
+
+    What is not a number counts as the highest of its row.
+    """
+    return torch.where(highest.isfinite(), tokens, NOT_FINITE)
 
 
 def truncate_to_support(q: Tensor, support: int) -> tuple[Tensor, Tensor]:

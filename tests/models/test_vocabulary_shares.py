@@ -18,7 +18,7 @@ from specserve.models.model import open_model
 from specserve.models.shard import GatheredHead, Shard
 from specserve.models.target import TargetFollower, TargetModel
 from specserve.models.vocabulary_shares import VocabularyShares, chosen_on_shares
-from specserve.sampling.distribution import WarpBatch, argmax
+from specserve.sampling.distribution import NOT_FINITE, WarpBatch, argmax
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.verify import RandomStreams, coupled, verify_greedy
 from specserve.types import (
@@ -131,6 +131,18 @@ def test_draws_by_coupled_noise_are_those_from_whole_rows(
     assert [token for _, token in found] == expected.next_token.tolist()
     drawn = [token for each, (_, token) in zip(steps, found, strict=True) if each.seq_id % 4 == 1]
     assert len(set(drawn)) > 1, "nothing was random"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_row_that_is_not_finite_on_any_rank_has_no_token(size: int, value: float) -> None:
+    logits = torch.randn(48, 9, generator=torch.Generator().manual_seed(2))
+    steps = [step(i, ALONE[i % 4]) for i in range(16)]
+    expected = choose(logits, steps, size).clone()
+    broken = torch.arange(0, 48, 5)
+    logits[broken, broken % 9] = value
+    expected[broken] = NOT_FINITE
+    assert torch.equal(choose(logits, steps, size), expected)
 
 
 def test_whatever_reads_more_of_a_row_has_it_gathered() -> None:

@@ -39,7 +39,7 @@ from specserve.models.checkpoints.decoders import (
 from specserve.models.checkpoints.fill import check_complete
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.shapes_only import shapes_only
-from specserve.models.checkpoints.sizes import check_sizes
+from specserve.models.checkpoints.sizes import check_numbers
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 
 ENCODER_DECODERS = ("mt5", "t5")
@@ -112,7 +112,7 @@ def read_config(directory: Path) -> Any:
         if is_heterogeneous(config):
             # `architecture` and `HeadCounts` read the layers' own.
             config.allow_global_per_layer_attribute_access = True
-        check_sizes(directory, config)
+        check_numbers(directory, config)
         return config
 
 

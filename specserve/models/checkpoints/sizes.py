@@ -1,8 +1,9 @@
-"""Bounds of the sizes that a config.json may state. Knows no library and no weights."""
+"""Bounds of the numbers that a config.json may state. Knows no library and no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,44 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 2**31 - 1),
 }
 """Values of a config beyond which it is taken for damaged: building the module would not end."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Numbers of positions."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+SCALES = ("rope_theta", "factor")
+"""Values of rotary embeddings, by which frequencies are divided."""
 
 
-def check_sizes(directory: Path, config: Any) -> None:
-    """Raise UnsupportedModel for sizes that no model has."""
-    for name, most in SIZES.items():
-        size = getattr(config, name, None)
-        if size is None or (isinstance(size, int) and 1 <= size <= most):
-            continue
-        raise UnsupportedModel(
-            f"{directory} has {name} {str(size)[:40]!r} in config.json, and it must be "
-            f"a whole number from 1 to {most}"
-        )
+def check_numbers(directory: Path, config: Any) -> None:
+    """Raise UnsupportedModel for numbers that no model has, and by which logits are none."""
+    sizes = [(name, getattr(config, name, None), most) for name, most in SIZES.items()]
+    sizes += [(name, getattr(config, name, None), 2**31 - 1) for name in WINDOWS]
+    for name, size, most in sizes:
+        if size is not None and not (isinstance(size, int) and 1 <= size <= most):
+            raise _refusal(directory, name, size, f"a whole number from 1 to {most}")
+    for name in EPSILONS:
+        value = getattr(config, name, None)
+        if value is not None and not (_is_finite(value) and value >= 0):
+            raise _refusal(directory, name, value, "a number that is not negative")
+    for rotary in _rotary_parameters(getattr(config, "rope_parameters", None)):
+        for name in SCALES:
+            value = rotary.get(name)
+            if value is not None and not (_is_finite(value) and value > 0):
+                raise _refusal(directory, name, value, "a number above 0")
+
+
+def _rotary_parameters(value: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of rotary embeddings, which some models have for each kind of layer."""
+    if isinstance(value, Mapping):
+        yield value
+        for of_kind in value.values():
+            yield from _rotary_parameters(of_kind)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _refusal(directory: Path, name: str, value: object, wanted: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{directory} has {name} {str(value)[:40]!r} in config.json, and it must be {wanted}"
+    )
