@@ -24,13 +24,14 @@ from specserve.api.refusal import (
     Refusal,
     log_redacted,
 )
+from specserve.api.strict_model import shown_names
 from specserve.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 IGNORED = "x-specserve-ignored"
-"""Header with the names of parameters that nothing knows and that were ignored."""
+"""Header with the names of parameters that nothing reads and that were ignored."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
 _PORT = re.compile(r":[0-9]+$")
@@ -241,7 +242,7 @@ def _log_request(scope: Scope, status: int, seconds: float, address: str) -> Non
 
 def _ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
     names = scope["state"].get("ignored")
-    return [] if names is None else [(IGNORED.encode(), names.encode())]
+    return [] if names is None else [(IGNORED.encode(), shown_names(names).encode())]
 
 
 def _request_id(scope: Scope) -> str:

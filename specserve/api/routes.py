@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from specserve.api.responses import FullResponse, GenerationResponse, ResponseHe
 from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specserve.api.streamed_response import StreamedResponse
 from specserve.api.strict_model import Body, StrictModel, shown_names
-from specserve.api.template_options import parse_template_options
+from specserve.api.template_options import parse_template_options, unread_variables
 from specserve.config.sections import IGNORE, REFUSE
 from specserve.errors import BadRequest, BadValue, Overloaded
 
@@ -68,6 +69,7 @@ class Endpoints:
         with errors_as_sent(body):
             model = self._choose(body.model, request)
             parsed = await model.parser.chat(body)
+        self._note_ignored(unread_variables(body, model.tokenizer), request)
         return self._respond(CHAT, model, parsed, request, start)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
@@ -111,6 +113,7 @@ class Endpoints:
             raise BadValue("give either prompt or messages", param="prompt")
         if body.messages is not None:
             options = parse_template_options(body, model.tokenizer)
+            self._note_ignored(unread_variables(body, model.tokenizer), request)
             ids = await model.parser.chat_ids(body.messages, options=options)
         else:
             ids = await model.parser.text_ids(body.prompt or "", special=body.add_special_tokens)
@@ -218,11 +221,18 @@ class Endpoints:
             return
         if self._unknown_parameters == REFUSE:
             raise body.unknown_error(body.unknown[0])
-        request_id, names = request.state.request_id, shown_names(body.unknown)
-        request.state.ignored = names
+        self._note_ignored(body.unknown, request)
+
+    def _note_ignored(self, names: Sequence[str], request: Request) -> None:
+        """Name what was ignored in the log and in the response's headers."""
+        if not names:
+            return
+        noted = [*getattr(request.state, "ignored", ()), *names]
+        request.state.ignored = noted
+        request_id = request.state.request_id
         log.warning(
             "%s: unknown parameters are ignored: %s",
             request_id,
-            names,
+            shown_names(noted),
             extra={"request_id": request_id},
         )

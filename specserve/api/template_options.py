@@ -1,10 +1,12 @@
 """Parse the options of a chat template that a request gives beside messages and tools.
 
-A variable that the template does not read is refused, since it would change nothing.
+A variable that the template does not read would change nothing. It is left out and reported, since
+clients send some to every model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from specserve.api.chat_template import TemplateOptions
@@ -22,7 +24,7 @@ class TemplateVariables(Protocol):
 def parse_template_options(
     body: ChatBody | TokenizeBody, template: TemplateVariables
 ) -> TemplateOptions:
-    """Return the options of a chat. Variables that the template does not read are refused."""
+    """Return the options of a chat, without variables that the template does not read."""
     continues = body.continue_final_message is True
     if continues and body.add_generation_prompt:
         raise BadValue(
@@ -34,16 +36,20 @@ def parse_template_options(
     return TemplateOptions(adds, continues, _variables(body, template))
 
 
+def unread_variables(body: ChatBody | TokenizeBody, template: TemplateVariables) -> Sequence[str]:
+    """Return the names of what a chat gives and the template does not read."""
+    return [
+        f"chat_template_kwargs.{name}"
+        for name in body.chat_template_kwargs or {}
+        if name not in template.template_variables
+    ]
+
+
 def _variables(body: ChatBody | TokenizeBody, template: TemplateVariables) -> dict[str, object]:
-    variables = dict(body.chat_template_kwargs or {})
-    for name in variables:
-        if name not in template.template_variables:
-            known = ", ".join(sorted(template.template_variables)) or "none"
-            raise BadValue(
-                f"chat_template_kwargs has {name[:60]!r}, and the model's chat template has no "
-                f"such variable; its variables are: {known[:150]}",
-                param="chat_template_kwargs",
-            )
+    given = body.chat_template_kwargs or {}
+    variables = {
+        name: value for name, value in given.items() if name in template.template_variables
+    }
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     if effort is None:
         return variables

@@ -403,6 +403,6 @@ CHATS: list[Row] = [
     ("continue_final_message", False, NOTHING),
     ("continue_final_message", True, answer("choices.0.finish_reason", "length")),
     ("chat_template_kwargs", {}, NOTHING),
-    ("chat_template_kwargs", {"enable_thinking": False}, refused("no such variable")),
+    ("chat_template_kwargs", {"enable_thinking": False}, NOTHING),
     ("prompt", "x", refused(UNKNOWN)),
 ]
