@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -70,9 +70,20 @@ class StrictModel(BaseModel):
     @classmethod
     def unknown_error(cls, name: str) -> BadValue:
         """Return the error for a member that nothing knows, with the nearest known name."""
-        near = difflib.get_close_matches(name[:MAX_NAME], cls.names(), n=1)
+        near = cls._members_named(name)
+        near += difflib.get_close_matches(name[:MAX_NAME], cls.names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return BadValue(f"unknown parameter {name[:MAX_NAME]!r}{hint}", param=name[:MAX_NAME])
+
+    @classmethod
+    def _members_named(cls, name: str) -> list[str]:
+        """Return where the members of this model have a member of that name."""
+        return [
+            f"{member}.{name}"
+            for member, field in cls.model_fields.items()
+            for kind in get_args(field.annotation) or (field.annotation,)
+            if isinstance(kind, type) and issubclass(kind, StrictModel) and name in kind.names()
+        ]
 
 
 class Body(StrictModel):

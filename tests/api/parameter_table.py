@@ -345,6 +345,7 @@ BOTH: list[Row] = [
     ("enable_thinking", False, refused("chat_template_kwargs")),
     # of no server
     ("temprature", 1, refused("did you mean temperature?")),
+    ("gamma", 4, refused("did you mean speculation.gamma?")),
     ("hyperdrive", True, refused(UNKNOWN)),
 ]
 COMPLETIONS: list[Row] = [
