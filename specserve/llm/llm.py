@@ -212,6 +212,11 @@ def single(engine: LocalEngine, prompt: Prompt, sampling: Sampling | None) -> li
 def chat_prompts(engine: LocalEngine, messages: object) -> list[tuple[int, ...]]:
     """Return the token ids of one conversation, or of each of several."""
     given = items_of(messages) or []
-    chats = [given] if given and isinstance(given[0], Mapping) else given
+    chats = [given] if given and isinstance(given[0], Mapping) else [items_of(one) for one in given]
+    if not chats or not all(chats):
+        raise BadValue(
+            f"messages are a conversation or a list of them, not {shortened(messages)}",
+            param="messages",
+        )
     with engine.turns.take():
-        return [engine.tokenizer.apply_chat_template(items_of(chat) or []) for chat in chats]
+        return [engine.tokenizer.apply_chat_template(chat or []) for chat in chats]

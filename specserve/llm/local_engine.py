@@ -6,7 +6,7 @@ It knows prompts and outputs, and no event loops. Threads take turns at its roun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 from reprlib import repr as shortened
@@ -281,12 +281,11 @@ def _prompt_logprobs(delta: OutputDelta) -> tuple[Logprobs | None, ...] | None:
 
 
 def items_of(value: object) -> list[Any] | None:
-    """Return the items of a list, a tuple or an array; None for anything else."""
-    return (
-        list(value)
-        if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-        else None
-    )
+    """Return the items of a list, a tuple, an array or a tensor; None for anything else."""
+    if callable(to_list := getattr(value, "tolist", None)):
+        value = to_list()
+    others = (str, bytes, Mapping, Set)
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, others) else None
 
 
 def is_id(value: object) -> bool:

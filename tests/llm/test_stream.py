@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specserve import Sampling
 from specserve.errors import BadValue, EmptyPrompt, WorkerLost
@@ -55,6 +57,29 @@ def test_errors_of_a_stream_are_raised() -> None:
     target.fails_at = 2
     with pytest.raises(WorkerLost, match="the card fell out"):
         list(llm.stream("ab"))
+
+
+@pytest.mark.parametrize("messages", [[], {}, None, 5, "hello", [[]], [None], {"role": "user"}])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    llm, _ = scripted("fine")
+    with pytest.raises(BadValue, match="a conversation or a list of them"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("ids", [np.array([97, 98]), torch.tensor([97, 98]), (97, 98)], ids=type)
+def test_arrays_and_tensors_of_ids_are_prompts(ids: Any) -> None:
+    llm, _ = scripted("fine")
+    (alone,) = llm.generate(ids)
+    assert (alone.text, alone.prompt_token_ids) == ("fine", (97, 98))
+    assert [output.text for output in llm.generate([ids, "ab"])] == ["fine"] * 2
+
+
+@pytest.mark.parametrize("prompt", [np.array(97), torch.tensor(97), {97, 98}, {97: 98}], ids=type)
+def test_what_is_neither_text_nor_ids_fails_alone(prompt: Any) -> None:
+    llm, _ = scripted("fine")
+    good, bad = llm.generate(["ab", prompt])
+    assert good.text == "fine"
+    assert isinstance(bad.error, BadValue)
 
 
 def test_a_chat_is_answered_by_its_template_alone_or_with_others() -> None:
