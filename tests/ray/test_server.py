@@ -583,6 +583,7 @@ def test_a_replica_that_makes_no_progress_is_replaced_and_its_streams_go_on(
     server: Server, uninterrupted: list[str]
 ) -> None:
     engine = handle(config_from_keys({"http.port": server.port}), "Engine")
+    engine.replica.remote().result()  # a handle's first call waits until it knows the replicas
     streams, texts = open_streams(server)
     broken = engine.break_target.remote().result()
     resumed = []
