@@ -207,8 +207,8 @@ class TargetModel:
         """Return how many draft tokens of each sequence are accepted, and the next token.
 
         The target's `own` tokens decide on some steps alone, and `logits` [rows, vocab] on the
-        whole ones. A device is waited for once. The next token is NOT_FINITE if a row that decided
-        was.
+        whole ones. A device is waited for once. On a CPU the next token is NOT_FINITE if a row that
+        decided was; on a GPU to ask would take launches and a copy in every pass.
         """
         compared = list(alone)
         tokens, results = [] if own is None else [own], list[Tensor]()
@@ -221,24 +221,24 @@ class TargetModel:
             if warps.all_greedy:
                 compared += whole
                 likeliest = warps.greedy_tokens(logits)
-                highest = logits.gather(1, likeliest[:, None])[:, 0]
-                tokens.append(where_finite(likeliest, highest))
+                if logits.is_cpu:
+                    highest = logits.gather(1, likeliest[:, None])[:, 0]
+                    likeliest = where_finite(likeliest, highest)
+                tokens.append(likeliest)
             else:
                 result = _verify_drafts(whole, warps, logits)
-                results = [result.accepted, result.next_token, logits.amax(-1).float()]
+                results = [result.accepted, result.next_token]
         arrays = to_host(*tokens, *results)
         flat = [token for array in arrays[: len(tokens)] for token in array.tolist()]
         greedy = verify_greedy(flat, [step.drafts for step in compared])
         outcomes = {step.seq_id: outcome for step, outcome in zip(compared, greedy, strict=True)}
         if results:
-            accepted, following, highest_of_rows = arrays[len(tokens) :]
-            is_finite, first = np.isfinite(highest_of_rows).tolist(), 0
-            for step, count, token in zip(
-                whole, accepted.tolist(), following.tolist(), strict=True
-            ):
-                decided = all(is_finite[first : first + count + 1])
-                outcomes[step.seq_id] = (count, token if decided else NOT_FINITE)
-                first += len(step.drafts) + 1
+            accepted, following = (array.tolist() for array in arrays[len(tokens) :])
+            ends = [0, *accumulate(len(step.drafts) + 1 for step in whole)]
+            broken = _broken_rows(logits)
+            for step, first, count, token in zip(whole, ends, accepted, following, strict=False):
+                is_broken = any(first <= row <= first + count for row in broken)
+                outcomes[step.seq_id] = (count, NOT_FINITE if is_broken else token)
         return outcomes
 
     def _history(self, step: VerifyStep) -> History | None:
@@ -392,6 +392,13 @@ def _verify_drafts(steps: Sequence[VerifyStep], warps: WarpBatch, logits: Tensor
         [policy.seed for policy in policies], [step.stop for step in steps]
     )
     return verify([policy.verifier for policy in policies], p, drafts, streams)
+
+
+def _broken_rows(logits: Tensor) -> list[int]:
+    """Return the rows whose highest logits are not finite, on a CPU."""
+    if not logits.is_cpu:
+        return []
+    return np.flatnonzero(~np.isfinite(logits.amax(-1).float().numpy())).tolist()
 
 
 def _logprobs(

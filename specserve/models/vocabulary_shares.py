@@ -125,14 +125,15 @@ class VocabularyShares:
         weights = warps.weights(part, highest)
         keys = _coupled_keys(steps, part.device)
         scores, tokens = best_of_rows(weights, keys, first_id=self._first_id)
-        # A maximum over ranks, and over what is not a number, may be a number.
-        return torch.where(own[:, 0] < torch.inf, scores, torch.nan), tokens
+        if part.is_cpu:  # a maximum over ranks, and over what is not a number, may be a number
+            scores = torch.where(own[:, 0] < torch.inf, scores, torch.nan)
+        return scores, tokens
 
     def _best_of_ranks(self, scores: Tensor, tokens: Tensor) -> Tensor | None:
         """Return each row's token of the rank with the best score, the lowest rank of a tie.
 
-        Its tokens have the lowest ids, so this is the tie's token of the whole row. NOT_FINITE
-        stands for the token of a row whose best score is not a finite number.
+        Its tokens have the lowest ids, so this is the tie's token of the whole row. On a CPU,
+        NOT_FINITE stands for the token of a row whose best score is not a finite number.
         """
         own = torch.stack([scores.view(torch.int32), tokens.to(torch.int32)])  # [2, rows]
         parts = self._shard.gather(own)
@@ -142,7 +143,7 @@ class VocabularyShares:
         all_scores = of_ranks[0].view(torch.float32)
         best = argmax(all_scores.t())[None]
         found = of_ranks[1].gather(0, best)[0].to(torch.int64)
-        return where_finite(found, all_scores.gather(0, best)[0])
+        return where_finite(found, all_scores.gather(0, best)[0]) if scores.is_cpu else found
 
     @property
     def _first_id(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from specserve.models.target import TargetModel
 from specserve.sampling.distribution import NOT_FINITE_ERROR
 from specserve.types import ModelInfo, Policy, VerifyStep, Warp
 from tests.support import checkpoints
-from tests.support.card import emulated_cards
 
 PROMPT = tuple(range(20, 60))
 BROKEN = 7
@@ -45,9 +43,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def open_target_model(checkpoint: Path, device: str = "cpu", **info: Any) -> TargetModel:
-    options = ModelOptions(dtype="float32", device=device, pages=64)
-    return TargetModel(open_model(checkpoint, options).runner, replace(INFO, **info))
+def open_target_model(checkpoint: Path) -> TargetModel:
+    options = ModelOptions(dtype="float32", device="cpu", pages=64)
+    return TargetModel(open_model(checkpoint, options).runner, INFO)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -65,20 +63,6 @@ def test_an_accepted_draft_token_fails_its_sequence_when_its_row_decides(broken:
     likeliest = Policy(Warp(temperature=0.0, logit_bias=((BROKEN, 100.0),)), "block", 1, 40)
     drafts = VerifyStep(0, 0, PROMPT, (BROKEN,), None, likeliest)
     assert [one.error for one in open_target_model(broken).verify([drafts])] == [NOT_FINITE_ERROR]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_pass_ahead_that_is_not_finite_fails_its_sequence(
-    broken: Path, temperature: float
-) -> None:
-    warp = Warp(temperature=temperature, logit_bias=((BROKEN, 100.0),))
-    policy = Policy(warp, "block", 1, len(PROMPT))
-    with emulated_cards():
-        model = open_target_model(broken, "cuda", runs_ahead=True)
-        (first,) = model.verify([VerifyStep(0, 0, PROMPT, (), None, policy)])
-        assert (first.next_token, first.error) == (BROKEN, None)
-        (second,) = model.verify([VerifyStep(0, len(PROMPT), (BROKEN,), (), None, policy)])
-    assert second.error == NOT_FINITE_ERROR
 
 
 def test_a_prompt_that_is_not_finite_fails_alone(broken: Path) -> None:

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from specserve.errors import OutOfPages
 from specserve.models.runner import Runner
-from specserve.sampling.distribution import (
-    NOT_FINITE,
-    NOT_FINITE_ERROR,
-    WarpBatch,
-    where_finite,
-)
+from specserve.sampling.distribution import WarpBatch
 from specserve.sampling.verify import RandomStreams, draw_next
 from specserve.transfers import to_device
 from specserve.types import Policy, Verdict, VerifyStep
@@ -114,7 +109,7 @@ class RunAhead:
             passes = self._runner.decode_passes(seq_ids, [1] * len(lasting))
         except OutOfPages:
             return
-        logits = passes.logits(_select(tokens, lasting).clamp(min=0))  # NOT_FINITE is no token
+        logits = passes.logits(_select(tokens, lasting))
         policies = [steps[i].policy for i in lasting]
         if self._rule is None or self._rule.policies != policies:
             self._rule = DrawRule.from_policies(policies)
@@ -148,12 +143,10 @@ class DrawRule:
     def choose(self, logits: Tensor, lengths: Sequence[int]) -> Tensor:  # [seqs, vocab] -> [seqs]
         """Return the next token of sequences of these lengths, as a round without drafts does."""
         if self.warps.all_greedy:
-            tokens = self.warps.greedy_tokens(logits)
-            return where_finite(tokens, logits.gather(1, tokens[:, None])[:, 0])
+            return self.warps.greedy_tokens(logits)
         is_draw = np.array([name == "coupled" for name in self.verifiers])
         p = self.warps.probabilities(logits, as_weights=is_draw)
-        tokens = draw_next(self.verifiers, p, RandomStreams.from_seeds(self.seeds, lengths))
-        return where_finite(tokens, logits.amax(-1))
+        return draw_next(self.verifiers, p, RandomStreams.from_seeds(self.seeds, lengths))
 
 
 def _goes_on_alone(step: VerifyStep) -> bool:
@@ -175,12 +168,10 @@ def _verdicts(
     steps: Sequence[VerifyStep], found: Mapping[int, int], chosen: Sequence[int]
 ) -> list[Verdict]:
     """Return the verdicts of the steps that are found, whose tokens stand in these rows."""
-    tokens = {step.seq_id: chosen[found[step.seq_id]] for step in steps if step.seq_id in found}
     return [
-        Verdict.failed(seq_id, NOT_FINITE_ERROR)
-        if token == NOT_FINITE
-        else Verdict(seq_id, 0, token, None)
-        for seq_id, token in tokens.items()
+        Verdict(step.seq_id, 0, chosen[found[step.seq_id]], None)
+        for step in steps
+        if step.seq_id in found
     ]
 
 
