@@ -66,7 +66,8 @@ def test_an_accepted_draft_token_fails_its_sequence_when_its_row_decides(broken:
 
 
 def test_a_prompt_that_is_not_finite_fails_alone(broken: Path) -> None:
-    with LLM(broken, **{"draft.kind": "none", "cache.pages": 64, "target.threads": 1}) as llm:
+    keys: dict[str, Any] = {"draft.kind": "none", "cache.pages": 64, "target.threads": 1}
+    with LLM(broken, **keys) as llm:
         good, bad = llm.generate([PROMPT, [*PROMPT, BROKEN]], Sampling(max_tokens=1))
     assert (good.error, good.finish_reason) == (None, "length")
     assert isinstance(bad.error, WorkerLost)
