@@ -119,7 +119,7 @@ class LLM:
         """
         (pending,) = single(self.engine, prompt, sampling)
         for _ in self._rounds([pending]):
-            with self.engine.turns.take():
+            with self.engine.lock.take():
                 delta = pending.take()
             if delta is not None:
                 yield delta
@@ -218,5 +218,5 @@ def chat_prompts(engine: LocalEngine, messages: object) -> list[tuple[int, ...]]
             f"messages are a conversation or a list of them, not {shortened(messages)}",
             param="messages",
         )
-    with engine.turns.take():
+    with engine.lock.take():
         return [engine.tokenizer.apply_chat_template(chat or []) for chat in chats]

@@ -27,7 +27,7 @@ from specserve.errors import (
     SpecserveError,
     WorkerLost,
 )
-from specserve.llm.turns import Turns
+from specserve.llm.fair_lock import FairLock
 from specserve.sampling_params import Sampling
 from specserve.types import Chunk, FinishReason, Logprobs, Request, Stats
 
@@ -65,8 +65,8 @@ class LocalEngine:
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None
         self._live: dict[int, PendingOutput] = {}
-        self.turns = Turns()
-        """Taken for a round, and to read what rounds bring."""
+        self.lock = FairLock()
+        """Held in a round, and where what rounds bring is read."""
         self._run_round, self._close_parts = parts.run_round, parts.close
 
         def open_coordinator() -> Coordinator:
@@ -98,7 +98,7 @@ class LocalEngine:
 
     def reopen_after_trouble(self) -> None:
         """Open a new coordinator if the last one gave up all its requests."""
-        with self.turns.take():
+        with self.lock.take():
             if self.coordinator is None or self._open_coordinator is None or not self.is_idle:
                 return
             if self.coordinator.trouble is not None:
@@ -106,7 +106,7 @@ class LocalEngine:
 
     def step(self, waiting: deque[PendingOutput]) -> None:
         """Submit as many as the queue takes, and run one round if there is any work."""
-        with self.turns.take():
+        with self.lock.take():
             if self.coordinator is None or self._open_coordinator is None:
                 raise Overloaded("this LLM is closed")
             self._submit(self.coordinator, waiting)
@@ -115,7 +115,7 @@ class LocalEngine:
 
     def cancel(self, given_up: Sequence[PendingOutput]) -> None:
         """Cancel those that are live when the next round begins; their chunks are dropped."""
-        with self.turns.take():
+        with self.lock.take():
             for seq_id in [seq_id for seq_id, one in self._live.items() if one in given_up]:
                 if self.coordinator is not None:
                     self.coordinator.cancel(seq_id)
@@ -123,14 +123,14 @@ class LocalEngine:
 
     def close(self) -> None:
         """Free the models, after the round under way."""
-        with self.turns.take():
+        with self.lock.take():
             self.coordinator = self._open_coordinator = None
             self._close_parts()
 
     def continuations(self, prompt: object, sampling: Sampling) -> list[PendingOutput]:
         """Return the `n` continuations of a prompt, with their error if it is faulty."""
         try:
-            with self.turns.take():  # at the tokenizer
+            with self.lock.take():  # at the tokenizer
                 ids = self._prompt_ids(prompt)
                 sampling.check_ids(self._vocab_size)
                 sampling.check_grammar()

@@ -517,7 +517,7 @@ def test_peers_without_the_right_key_are_refused_and_logged_and_the_worker_goes_
             client=peer_keys,
             server=wrong.public if secret == "wrong server" else server.address.public,
         )
-        with contextlib.suppress(zmq.Again):  # it is refused already, and nobody takes the message
+        with contextlib.suppress(zmq.Again):  # it is refused already, and takes no message
             peer.send_multipart(pack(verify(99)), zmq.NOBLOCK)
 
     def respond(message: Round) -> Message:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from specserve import Sampling
-from specserve.llm.turns import Turns
+from specserve.llm.fair_lock import FairLock
 from specserve.types import Verdict, VerifyStep
 from tests.llm.test_llm import scripted
 
@@ -16,37 +16,37 @@ PATIENCE_S = 60.0
 
 
 def test_who_asks_again_waits_for_who_asked_before() -> None:
-    turns, order = Turns(), list[str]()
+    lock, order = FairLock(), list[str]()
 
     def other() -> None:
-        with turns.take():
+        with lock.take():
             order.append("other")
 
-    with turns.take():
+    with lock.take():
         thread = threading.Thread(target=other)
         thread.start()
         end = time.monotonic() + PATIENCE_S
-        while not turns._queue.locked():
+        while not lock._queue.locked():
             assert time.monotonic() < end
             time.sleep(0.001)
         order.append("first")
-    with turns.take():
+    with lock.take():
         order.append("again")
     thread.join()
     assert order == ["first", "other", "again"]
 
 
-def test_a_turn_within_a_turn_and_after_an_error_waits_for_nobody() -> None:
-    turns = Turns()
+def test_a_turn_within_a_turn_and_after_an_error_is_had_at_once() -> None:
+    lock = FairLock()
     try:
-        with turns.take(), turns.take():
+        with lock.take(), lock.take():
             raise RuntimeError
     except RuntimeError:
         pass
     with ThreadPoolExecutor(1) as other:
 
         def take() -> str:
-            with turns.take():
+            with lock.take():
                 return "taken"
 
         assert other.submit(take).result(PATIENCE_S) == "taken"

@@ -1,4 +1,4 @@
-"""Turns of threads at something that one of them may use at a time."""
+"""A lock that one thread after the other gets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
-    """A lock for which nobody waits longer than the turns of those who came before.
+class FairLock:
+    """A lock that its threads get in turn.
 
     With a plain lock, a thread that asks again as soon as its turn is over mostly gets the next
     one, too. A thread may take a turn in its own turn, as what the garbage collector runs may do.
@@ -24,7 +24,7 @@ class Turns:
         if self._owner == thread:
             yield
             return
-        with self._queue:  # whoever is next waits in here, and the others for it
+        with self._queue:  # the next thread waits in here, and the others for it
             self._taken.acquire()
         self._owner = thread
         try:
