@@ -31,7 +31,8 @@ SCALES = ("rope_theta", "factor")
 def check_numbers(directory: Path, config: Any) -> None:
     """Raise UnsupportedModel for numbers that no model has, and by which logits are none."""
     sizes = [(name, getattr(config, name, None), most) for name, most in SIZES.items()]
-    sizes += [(name, getattr(config, name, None), 2**31 - 1) for name in WINDOWS]
+    if getattr(config, "use_sliding_window", True):  # the library may state 0 for none
+        sizes += [(name, getattr(config, name, None), 2**31 - 1) for name in WINDOWS]
     for name, size, most in sizes:
         if size is not None and not (isinstance(size, int) and 1 <= size <= most):
             raise _refusal(directory, name, size, f"a whole number from 1 to {most}")
