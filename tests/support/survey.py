@@ -27,7 +27,12 @@ FEATURES = (
     *("specserve.drafters.block_drafts", "specserve.drafters.heads", "specserve.drafters.pool."),
     *("specserve.drafters.layer_skip", "specserve.drafters.translated.", "specserve.models.eagle."),
     *("specserve.token_translation", "specserve.models.adapters.", "specserve.models.heads"),
-    *("specserve.models.t5", "specserve.models.encoder_cache", "specserve.api.adapter"),
+    *(
+        "specserve.models.t5",
+        "specserve.models.encoder_cache",
+        "specserve.api.adapters",
+        "specserve.api.adapter_loading",
+    ),
     *("specserve.tools.train_eagle", "specserve.tools.train_heads"),
 )
 """How the names of modules of features begin, in today's layout and in that of 0.2.0."""
