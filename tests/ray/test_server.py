@@ -634,7 +634,9 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         assert refused
         assert int(refused[0].response.headers["retry-after"]) >= 1
         seen = {error.status_code for error in errors if isinstance(error, openai.APIStatusError)}
-        assert {408, 429} <= seen <= {408, 429, 504}
+        # 504: on a slow machine no token came in time.
+        assert 429 in seen
+        assert seen - {429} in ({408}, {504}, {408, 504})
 
         # The requests that were given up have left the queue.
         client.with_options(max_retries=9).completions.create(

@@ -41,12 +41,8 @@ class SharedServe:
     @contextmanager
     def join(self) -> Iterator[None]:
         """Join the Ray, on which applications may then be deployed in turn."""
-        try:
-            with ray_session(self.config(), print, join=self.address):
-                yield
-        finally:
-            # Serve keeps what polls for news of its deployments, which ends with the connection.
-            SharedRouterLongPollClient.get_or_create.cache_clear()
+        with forgotten_polls(), ray_session(self.config(), print, join=self.address):
+            yield
 
     @contextmanager
     def served(
@@ -57,6 +53,18 @@ class SharedServe:
         # Serve runs on afterwards, as on a Ray that the server owns and is about to stop.
         with self.join(), deploy(config, print, owns_ray=True, engine=engine) as url:
             yield url, config
+
+
+@contextmanager
+def forgotten_polls() -> Iterator[None]:
+    """Drop what Serve keeps of a connection to Ray, so that handles of the next one get news.
+
+    It keeps what polls for news by the id of Serve's controller, and each Ray gives the same ids.
+    """
+    try:
+        yield
+    finally:
+        SharedRouterLongPollClient.get_or_create.cache_clear()
 
 
 @contextmanager
@@ -114,6 +122,7 @@ def served(
     config = config_from_keys({"http.port": free_port(), **with_placement(keys or {})})
     said: list[str] = []
     with (
+        forgotten_polls(),
         ray_session(config, said.append, join=ANY_RUNNING if join else None) as owns_ray,
         deploy(config, said.append, owns_ray=owns_ray, engine=engine) as url,
     ):
