@@ -59,7 +59,7 @@ class SharedServe:
 def forgotten_polls() -> Iterator[None]:
     """Drop what Serve keeps of a connection to Ray, so that handles of the next one get news.
 
-    It keeps what polls for news by the id of Serve's controller, and each Ray gives the same ids.
+    It keeps what polls for news by the id of Serve's controller, which another Ray may give again.
     """
     try:
         yield

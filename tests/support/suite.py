@@ -33,9 +33,9 @@ FOLDERS = {
     "forms": ("lab", "chaos", "docs/test_blocks.py", "features/test_removal.py"),
 }
 """The mark of all tests in these folders and files."""
-ALONE = ("tests/ray/test_server.py",)
-"""Files on Ray with a process of their own: a handle of Serve waited for ever there, in a process
-that had joined and left a dozen times before."""
+ALONE = ("tests/ray/test_server.py", "tests/ray/test_several_models.py")
+"""Files on Ray with a process of their own each: handles of Serve waited for ever there, in a
+process that had joined and left a dozen times before."""
 PARTS = ("core", "rest")
 DEFAULT_S = 2.0
 """Seconds of a file that was never measured."""
