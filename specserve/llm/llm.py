@@ -218,5 +218,5 @@ def chat_prompts(engine: LocalEngine, messages: object) -> list[tuple[int, ...]]
             f"messages are a conversation or a list of them, not {shortened(messages)}",
             param="messages",
         )
-    with engine.lock.take():
+    with engine.tokenizer_lock:
         return [engine.tokenizer.apply_chat_template(chat or []) for chat in chats]

@@ -5,6 +5,7 @@ It knows prompts and outputs, and no event loops. Threads take turns at its roun
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class LocalEngine:
         self._live: dict[int, PendingOutput] = {}
         self.lock = FairLock()
         """Held in a round, and where what rounds bring is read."""
+        self.tokenizer_lock = threading.Lock()
+        """Held while a prompt becomes tokens, which waits for no round."""
         self._run_round, self._close_parts = parts.run_round, parts.close
 
         def open_coordinator() -> Coordinator:
@@ -130,7 +133,7 @@ class LocalEngine:
     def continuations(self, prompt: object, sampling: Sampling) -> list[PendingOutput]:
         """Return the `n` continuations of a prompt, with their error if it is faulty."""
         try:
-            with self.lock.take():  # at the tokenizer
+            with self.tokenizer_lock:
                 ids = self._prompt_ids(prompt)
                 sampling.check_ids(self._vocab_size)
                 sampling.check_grammar()

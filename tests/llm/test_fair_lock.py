@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from specserve import Sampling
 from specserve.llm.fair_lock import FairLock
+from specserve.llm.llm import chat_prompts
 from specserve.types import Verdict, VerifyStep
 from tests.llm.test_llm import scripted
 
@@ -76,3 +77,12 @@ def test_many_threads_get_each_its_own_text_from_one_llm() -> None:
         for thread, found in enumerate(threads.map(texts, range(6))):
             assert set(found) == {("0123456789" * 3)[: 3 + thread]}
     llm.close()
+
+
+def test_a_prompt_is_tokenized_while_a_round_runs() -> None:
+    """An event loop that hands prompts to `AsyncLLM` must not wait for rounds."""
+    llm, _ = scripted("fine")
+    chat = [{"role": "user", "content": "hello"}]
+    with llm.engine.lock.take(), ThreadPoolExecutor(1) as loop:
+        loop.submit(llm.engine.continuations, "ab", Sampling()).result(PATIENCE_S)
+        loop.submit(chat_prompts, llm.engine, chat).result(PATIENCE_S)

@@ -238,9 +238,9 @@ class RunningServer:
         finally:
             connection.close()
 
-    def until(self, condition: Callable[[], bool], *, within_s: float = 60.0) -> bool:
-        """Wait for a condition and return True if it came true in time."""
-        end = time.monotonic() + within_s
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition and return True if it came true within a minute."""
+        end = time.monotonic() + 60
         while not condition() and time.monotonic() < end:
             time.sleep(0.005)
         return condition()
