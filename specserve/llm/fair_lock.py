@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class FairLock:
@@ -17,18 +15,18 @@ class FairLock:
     def __init__(self) -> None:
         self._queue, self._taken = threading.Lock(), threading.Lock()
         self._owner: int | None = None
+        self._depth = 0  # turns that the owner has within one another
 
-    @contextmanager
-    def take(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         thread = threading.get_ident()
-        if self._owner == thread:
-            yield
-            return
-        with self._queue:  # the next thread waits in here, and the others for it
-            self._taken.acquire()
-        self._owner = thread
-        try:
-            yield
-        finally:
+        if self._owner != thread:
+            with self._queue:  # the next thread waits in here, and the others for it
+                self._taken.acquire()
+            self._owner = thread
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
             self._owner = None
             self._taken.release()

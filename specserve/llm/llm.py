@@ -119,7 +119,7 @@ class LLM:
         """
         (pending,) = single(self.engine, prompt, sampling)
         for _ in self._rounds([pending]):
-            with self.engine.lock.take():
+            with self.engine.lock:
                 delta = pending.take()
             if delta is not None:
                 yield delta

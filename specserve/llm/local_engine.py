@@ -101,7 +101,7 @@ class LocalEngine:
 
     def reopen_after_trouble(self) -> None:
         """Open a new coordinator if the last one gave up all its requests."""
-        with self.lock.take():
+        with self.lock:
             if self.coordinator is None or self._open_coordinator is None or not self.is_idle:
                 return
             if self.coordinator.trouble is not None:
@@ -109,7 +109,7 @@ class LocalEngine:
 
     def step(self, waiting: deque[PendingOutput]) -> None:
         """Submit as many as the queue takes, and run one round if there is any work."""
-        with self.lock.take():
+        with self.lock:
             if self.coordinator is None or self._open_coordinator is None:
                 raise Overloaded("this LLM is closed")
             self._submit(self.coordinator, waiting)
@@ -118,7 +118,7 @@ class LocalEngine:
 
     def cancel(self, given_up: Sequence[PendingOutput]) -> None:
         """Cancel those that are live when the next round begins; their chunks are dropped."""
-        with self.lock.take():
+        with self.lock:
             for seq_id in [seq_id for seq_id, one in self._live.items() if one in given_up]:
                 if self.coordinator is not None:
                     self.coordinator.cancel(seq_id)
@@ -126,7 +126,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Free the models, after the round under way."""
-        with self.lock.take():
+        with self.lock:
             self.coordinator = self._open_coordinator = None
             self._close_parts()
 

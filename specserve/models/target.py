@@ -237,7 +237,7 @@ class TargetModel:
             ends = [0, *accumulate(len(step.drafts) + 1 for step in whole)]
             broken = _broken_rows(logits)
             for step, first, count, token in zip(whole, ends, accepted, following, strict=False):
-                is_broken = any(first <= row <= first + count for row in broken)
+                is_broken = broken and any(first <= row <= first + count for row in broken)
                 outcomes[step.seq_id] = (count, NOT_FINITE if is_broken else token)
         return outcomes
 
@@ -398,7 +398,8 @@ def _broken_rows(logits: Tensor) -> list[int]:
     """Return the rows whose highest logits are not finite, on a CPU."""
     if not logits.is_cpu:
         return []
-    return np.flatnonzero(~np.isfinite(logits.amax(-1).float().numpy())).tolist()
+    is_finite = logits.amax(-1).isfinite()
+    return [] if is_finite.all() else (~is_finite).nonzero()[:, 0].tolist()
 
 
 def _logprobs(

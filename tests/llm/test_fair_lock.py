@@ -20,10 +20,10 @@ def test_who_asks_again_waits_for_who_asked_before() -> None:
     lock, order = FairLock(), list[str]()
 
     def other() -> None:
-        with lock.take():
+        with lock:
             order.append("other")
 
-    with lock.take():
+    with lock:
         thread = threading.Thread(target=other)
         thread.start()
         end = time.monotonic() + PATIENCE_S
@@ -31,7 +31,7 @@ def test_who_asks_again_waits_for_who_asked_before() -> None:
             assert time.monotonic() < end
             time.sleep(0.001)
         order.append("first")
-    with lock.take():
+    with lock:
         order.append("again")
     thread.join()
     assert order == ["first", "other", "again"]
@@ -40,14 +40,14 @@ def test_who_asks_again_waits_for_who_asked_before() -> None:
 def test_a_turn_within_a_turn_and_after_an_error_is_had_at_once() -> None:
     lock = FairLock()
     try:
-        with lock.take(), lock.take():
+        with lock, lock:
             raise RuntimeError
     except RuntimeError:
         pass
     with ThreadPoolExecutor(1) as other:
 
         def take() -> str:
-            with lock.take():
+            with lock:
                 return "taken"
 
         assert other.submit(take).result(PATIENCE_S) == "taken"
@@ -83,6 +83,6 @@ def test_a_prompt_is_tokenized_while_a_round_runs() -> None:
     """An event loop that hands prompts to `AsyncLLM` must not wait for rounds."""
     llm, _ = scripted("fine")
     chat = [{"role": "user", "content": "hello"}]
-    with llm.engine.lock.take(), ThreadPoolExecutor(1) as loop:
+    with llm.engine.lock, ThreadPoolExecutor(1) as loop:
         loop.submit(llm.engine.continuations, "ab", Sampling()).result(PATIENCE_S)
         loop.submit(chat_prompts, llm.engine, chat).result(PATIENCE_S)
