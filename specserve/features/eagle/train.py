@@ -19,19 +19,19 @@ from torch.nn import functional as F
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import read_text
-from specserve.errors import BadValue, UnsupportedModel
+from specserve.errors import UnsupportedModel
 from specserve.features.eagle.checkpoint import (
     require_eagle_for,
 )
 from specserve.features.eagle.head_files import load_head, save_head
 from specserve.features.eagle.train_heads import (
-    EVALUATED,
     FADE,
     FLOOR,
-    HELD_OUT,
     WARM_UP,
     Teacher,
     repeat_shuffled,
+    require_positive,
+    split_windows,
     text_windows,
 )
 from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
@@ -99,16 +99,10 @@ def train(
 
     With `resume` it goes on from the head in `out`, which keeps its own vocabulary.
     """
-    for name, value in (("minutes", minutes), ("draft-vocab", draft_vocab)):
-        if value is not None and value <= 0:
-            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
+    require_positive({"minutes": minutes, "draft-vocab": draft_vocab})
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = find_checkpoint(target, key="--target")
-    if is_encoder_decoder(read_config(checkpoint)):
-        raise UnsupportedModel(
-            f"an EAGLE-3 head is for decoder-only targets, and {checkpoint} is an encoder-decoder"
-        )
+    checkpoint = _find_decoder(target)
     tokenizer = Tokenizer.load(checkpoint)
     report_progress("reading the texts")
     windows = text_windows([tokenizer.encode(read_text(text)) for text in texts], DEPTHS)
@@ -123,8 +117,7 @@ def train(
         ids = frequent_ids(windows, min(draft_vocab or DRAFT_VOCAB, teacher.spec.vocab_size))
         head = _new_head(config, teacher, ids)
     head.to(teacher.device)
-    held_out = windows[::HELD_OUT][:EVALUATED]
-    learnt = [window for i, window in enumerate(windows) if i % HELD_OUT] or windows
+    learnt, held_out = split_windows(windows)
     _fit(head, teacher, learnt, taps, ids, minutes=minutes, report_progress=report_progress)
     save_head(head, config, taps, ids, fingerprint(checkpoint), teacher.spec.vocab_size, out)
     report_progress("evaluating the head")
@@ -171,6 +164,16 @@ def frequent_ids(windows: Sequence[Tensor], num: int) -> Tensor:
     rest = (token for token in range(num + len(seen)) if token not in seen)
     chosen += [next(rest) for _ in range(num - len(chosen))]
     return torch.tensor(sorted(chosen))
+
+
+def _find_decoder(target: str) -> Path:
+    """Return a target's checkpoint. Raises UnsupportedModel for an encoder-decoder."""
+    checkpoint = find_checkpoint(target, key="--target")
+    if is_encoder_decoder(read_config(checkpoint)):
+        raise UnsupportedModel(
+            f"an EAGLE-3 head is for decoder-only targets, and {checkpoint} is an encoder-decoder"
+        )
+    return checkpoint
 
 
 def _new_head(config: Any, teacher: Teacher, ids: Tensor) -> EagleModule:

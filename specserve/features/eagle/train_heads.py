@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,7 @@ def fit(
     report_progress: ReportProgress,
 ) -> str:
     """Write the heads; return a sentence with their alpha on held-out windows. Raises BadValue."""
-    for name, value in (("heads", num_heads), ("minutes", minutes)):
-        if value <= 0:
-            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
+    require_positive({"heads": num_heads, "minutes": minutes})
     if threads is not None:
         torch.set_num_threads(threads)
     checkpoint = find_checkpoint(target, key="--target")
@@ -115,14 +113,8 @@ def fit(
     report_progress("loading the target")
     teacher = Teacher(checkpoint)
     heads = Heads(num_heads, teacher.spec.hidden_size).to(teacher.device)
-    held_out = windows[::HELD_OUT][:EVALUATED]
-    _train(
-        heads,
-        teacher,
-        [window for i, window in enumerate(windows) if i % HELD_OUT] or windows,
-        minutes=minutes,
-        report_progress=report_progress,
-    )
+    learnt, held_out = split_windows(windows)
+    _train(heads, teacher, learnt, minutes=minutes, report_progress=report_progress)
     save_heads(
         heads,
         HeadsInfo(
@@ -213,6 +205,13 @@ def _losses(p: Tensor, log_q: Tensor, *, rejection: bool) -> Tensor:  # [heads]
     return (p * (p.log() - log_q)).sum(-1).mean(-1)
 
 
+def require_positive(options: Mapping[str, float | None]) -> None:
+    """Raise BadValue for an option that is given and not above 0."""
+    for name, value in options.items():
+        if value is not None and value <= 0:
+            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
+
+
 def text_windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     """Return whole windows of the texts in order, or one shorter window of short texts."""
     tokens = torch.tensor([token for text in texts for token in text])
@@ -223,6 +222,12 @@ def text_windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]
             param="text",
         )
     return list(torch.split(tokens, WINDOW)[: max(1, len(tokens) // WINDOW)])
+
+
+def split_windows(windows: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the windows to learn from and those held out; a window that is alone is both."""
+    learnt = [window for i, window in enumerate(windows) if i % HELD_OUT]
+    return learnt or windows, windows[::HELD_OUT][:EVALUATED]
 
 
 def repeat_shuffled(windows: Sequence[Tensor]) -> Iterator[Tensor]:
