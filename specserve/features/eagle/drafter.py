@@ -55,6 +55,21 @@ class HeadOptions:
     support: int = 64
     kernel: str = "auto"  # of linear layers on CPUs
 
+    def make_cache(self, info: EagleInfo, dtype: torch.dtype) -> PagedCache:
+        """Return the cache of a head, whose rows also keep a state and their keys' padding."""
+        return PagedCache(
+            num_layers=info.num_layers,
+            kv_heads=info.layer.num_key_value_heads,
+            head_dim=info.layer.head_dim + KEY_PADDING,
+            v_head_dim=info.layer.head_dim,
+            state_width=info.layer.hidden_size + 1,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            dtype=dtype,
+            device=self.device,
+            prefix_caching=self.prefix_caching,
+        )
+
 
 class EagleDrafter(NeuralDrafter):
     """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
@@ -162,31 +177,19 @@ class EagleDrafter(NeuralDrafter):
         """Open a head; it asks for the target's embedding only if it has none of its own."""
         info, device = EagleInfo.from_directory(directory), options.device
         weights, dtype = EagleWeights(directory, info), resolve_dtype(options.dtype, device)
-        cache = PagedCache(
-            num_layers=info.num_layers,
-            kv_heads=info.layer.num_key_value_heads,
-            head_dim=info.layer.head_dim + KEY_PADDING,
-            v_head_dim=info.layer.head_dim,
-            state_width=info.layer.hidden_size + 1,
-            num_pages=options.num_pages,
-            page_size=options.page_size,
-            dtype=dtype,
-            device=device,
-            prefix_caching=options.prefix_caching,
-        )
+        cache = options.make_cache(info, dtype)
         embedding = (
             weights.read("embed_tokens.weight").to(device, dtype)
             if "embed_tokens.weight" in weights
             else target_embedding(dtype).to(device)
         )
+        attention = GroupedAttention(sdpa_kernel if device.type == "cuda" else invariant_kernel)
         with linear_weights(PrivateWeights(options.kernel)):
             network = EagleNetwork(
                 weights,
                 cache,
                 embedding=embedding,
-                attention=GroupedAttention(
-                    sdpa_kernel if device.type == "cuda" else invariant_kernel
-                ),
+                attention=attention,
                 context=options.context,
             )
             projection = EagleProjection(weights, dtype=dtype, device=device)
