@@ -252,6 +252,20 @@ class _Found(Exception):
     """Carries the module that FlashInfer is about to compile."""
 
 
+def _stop(spec: Any) -> None:
+    """Take the place of `JitSpec.build_and_load`."""
+    raise _Found(spec)
+
+
+def _find(ask: Any, *arguments: Any) -> Any:
+    """Return the module that FlashInfer would compile to answer a call."""
+    try:
+        ask(*arguments)
+    except _Found as found:
+        return found.args[0]
+    raise AssertionError(f"{ask} compiled nothing")
+
+
 def collect() -> dict[str, Any]:
     """Return the modules to compile as FlashInfer describes them, by our own descriptions.
 
@@ -261,22 +275,12 @@ def collect() -> dict[str, Any]:
     from flashinfer import prefill, sampling
     from flashinfer.jit.core import JitSpec
 
-    def find(ask: Any, *arguments: Any) -> Any:
-        try:
-            ask(*arguments)
-        except _Found as found:
-            return found.args[0]
-        raise AssertionError(f"{ask} compiled nothing")
-
-    def stop(spec: Any) -> None:
-        raise _Found(spec)
-
-    build_and_load, JitSpec.build_and_load = JitSpec.build_and_load, stop
+    build_and_load, JitSpec.build_and_load = JitSpec.build_and_load, _stop
     try:
-        found = {SAMPLING: find(sampling.get_sampling_module)}
+        found = {SAMPLING: _find(sampling.get_sampling_module)}
         for module in MODULES:
             dtype, page_dtype = (getattr(torch, x) for x in (module.dtype, module.page_dtype))
-            found[str(module)] = find(
+            found[str(module)] = _find(
                 prefill.get_batch_prefill_module,
                 BACKEND,
                 dtype,
