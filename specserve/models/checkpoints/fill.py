@@ -39,11 +39,7 @@ def fill(
     unless their names match `ignored`.
     """
     wanted: dict[str, Tensor] = module.state_dict()
-    stored = {name: _stored_name(name, weights, module.all_tied_weights_keys) for name in wanted}
-    check_complete(
-        weights.directory,
-        missing=[name for name, stored_name in stored.items() if stored_name not in weights],
-    )
+    stored = _stored_names(wanted, weights, module.all_tied_weights_keys)
     read: dict[str, Tensor] = {}  # tied parameters that are held whole are read once
     for name, empty in wanted.items():
         if name in float8:
@@ -53,17 +49,12 @@ def fill(
         key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
             coded = keeps_codes and name == key and _is_linear(module, name)
-            with weights.keeping_codes() if coded else nullcontext():
-                part = _read_part(weights, stored[name], division, name, empty)
-            if rounding is not None and name in rounding.weights:
-                rounded = rounding.apply(part)
-                if not coded:
-                    part = rounded.widen(empty.dtype)
-                elif isinstance(rounded, Float8Weight):
-                    set_float8(_owner(module, name), rounded.to(device))
-                    continue
-                else:
-                    part = rounded
+            part = _read_rounded(
+                weights, stored[name], division, name, empty, coded=coded, rounding=rounding
+            )
+            if isinstance(part, Float8Weight):
+                set_float8(_owner(module, name), part.to(device))
+                continue
             read[key] = part.to(device=device, dtype=empty.dtype)
         set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
@@ -99,13 +90,38 @@ def fill_shapes(module: Any, division: Division) -> None:
             set_tensor(module, name, empty.new_empty(part.shape(empty.shape)))
 
 
-def _stored_name(name: str, weights: Weights, tied: dict[str, str]) -> str:
-    """Return the name to read a parameter from.
+def _stored_names(names: Iterable[str], weights: Weights, tied: dict[str, str]) -> dict[str, str]:
+    """Return the names to read parameters from. Raises ModelError for those that are missing.
 
-    It is the parameter's own or, when the file leaves it out, that of the parameter it is tied to.
+    They are the parameters' own or, when the file leaves one out, that of the parameter it is tied
+    to.
     """
     twins = {**{source: target for target, source in tied.items()}, **tied}
-    return name if name in weights else twins.get(name, name)
+    stored = {name: name if name in weights else twins.get(name, name) for name in names}
+    check_complete(
+        weights.directory,
+        missing=[name for name, stored_name in stored.items() if stored_name not in weights],
+    )
+    return stored
+
+
+def _read_rounded(
+    weights: Weights,
+    stored_name: str,
+    division: Division | None,
+    name: str,
+    empty: Tensor,
+    *,
+    coded: bool,
+    rounding: Rounding | None,
+) -> Tensor | Float8Weight:
+    """Return a parameter, rounded if it is one of those to round; with `coded` as small numbers."""
+    with weights.keeping_codes() if coded else nullcontext():
+        part = _read_part(weights, stored_name, division, name, empty)
+    if rounding is None or name not in rounding.weights:
+        return part
+    rounded = rounding.apply(part)
+    return rounded if coded else rounded.widen(empty.dtype)
 
 
 def _read_part(
