@@ -158,29 +158,11 @@ def open_model(
     packed = opening.shared_weights()
     opening.require_room(is_shared=packed is not None)
     loaded = opening.load(packed)
-    spec, context = loaded.spec, opening.context(loaded.spec)
     # A GPU's pages are counted once the largest pass has shown what it needs itself.
-    largest = opening.largest_pass(spec)
-    num_pages = opening.num_pages(spec) if largest is None else largest.num_pages(options.page_size)
-    cache = opening.make_cache(spec, num_pages, opening.page_scales(loaded))
-    with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
-        attention = opening.open_attention(loaded)
-        network = opening.build(loaded, cache, attention)
-    if packed is not None:
-        packed.check_finished()
-    if spec.is_encoder_decoder:
-        runner = part("encoder_decoder.runner:EncoderDecoderRunner")(network, cache)
-        return Model(runner, spec, context)
-
-    adapters = opening.open_adapters(loaded, network)
-    if largest is not None:
-        taken = largest_pass_bytes(plain_runner(network, cache, adapters), largest)
-        cache.resize(1)
-        torch.cuda.empty_cache()
-        cache.resize(opening.num_pages(spec, reserved=taken))
-    if opening.device.type == "cuda" and adapters is None:  # their products differ by pass
-        return with_graphs(network, attention, cache, spec, context=context, shard=shard, taps=taps)
-    return Model(plain_runner(network, cache, adapters), spec, context, network, adapters)
+    largest = opening.largest_pass(loaded.spec)
+    cache = opening.open_cache(loaded, largest)
+    attention, network = opening.open_network(loaded, cache, packed)
+    return opening.open_runner(loaded, cache, attention, network, largest)
 
 
 def plain_runner(
@@ -373,6 +355,14 @@ class _Opening:
             prefix_caching=self.options.prefix_caching and not spec.is_encoder_decoder,
         )
 
+    def open_cache(self, loaded: LoadedModel, largest: LargestPass | None) -> PagedCache:
+        """Return the cache with all its pages, or with those that the largest pass takes."""
+        spec = loaded.spec
+        num_pages = (
+            self.num_pages(spec) if largest is None else largest.num_pages(self.options.page_size)
+        )
+        return self.make_cache(spec, num_pages, self.page_scales(loaded))
+
     def open_attention(self, loaded: LoadedModel) -> Attention:
         return open_attention(
             self.attention_name,
@@ -397,6 +387,43 @@ class _Opening:
             taps=self.taps,
             is_adaptable=self.options.adapter_bytes > 0,
         )
+
+    def open_network(
+        self, loaded: LoadedModel, cache: PagedCache, packed: PackedCheckpoint | None
+    ) -> tuple[Attention, Any]:
+        """Return the attention and the network, over packed weights if there are any."""
+        with torch.inference_mode(), linear_weights(packed or PrivateWeights(self.options.kernel)):
+            attention = self.open_attention(loaded)
+            network = self.build(loaded, cache, attention)
+        if packed is not None:
+            packed.check_finished()
+        return attention, network
+
+    def open_runner(
+        self,
+        loaded: LoadedModel,
+        cache: PagedCache,
+        attention: Attention,
+        network: Any,
+        largest: LargestPass | None,
+    ) -> Model:
+        """Return the model with its runner, once the largest pass has been tried."""
+        spec, context = loaded.spec, self.context(loaded.spec)
+        if spec.is_encoder_decoder:
+            runner = part("encoder_decoder.runner:EncoderDecoderRunner")(network, cache)
+            return Model(runner, spec, context)
+
+        adapters = self.open_adapters(loaded, network)
+        if largest is not None:
+            taken = largest_pass_bytes(plain_runner(network, cache, adapters), largest)
+            cache.resize(1)
+            torch.cuda.empty_cache()
+            cache.resize(self.num_pages(spec, reserved=taken))
+        if self.device.type == "cuda" and adapters is None:  # their products differ by pass
+            return with_graphs(
+                network, attention, cache, spec, context=context, shard=self.shard, taps=self.taps
+            )
+        return Model(plain_runner(network, cache, adapters), spec, context, network, adapters)
 
     def open_adapters(self, loaded: LoadedModel, network: CapturableNetwork) -> Adapters | None:
         """Return the store of a network's adapters; None where it takes none."""
