@@ -6,7 +6,7 @@ Reads no weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -73,8 +73,13 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
             "fetch the model again",
         )
         return
+    yield from _tensors(subject, path, found)
+
+
+def _tensors(subject: str, path: Path, files: Sequence[Path]) -> Iterator[Finding]:
+    """Check the files' headers, and that they have the tensors of the index."""
     stored: dict[str, Path] = {}
-    for file in found:
+    for file in files:
         try:
             with safe_open(file, framework="np") as opened:
                 stored.update(dict.fromkeys(opened.keys(), file))
@@ -93,8 +98,8 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
             "the index belongs to other files: fetch the model again",
         )
     else:
-        size = sum(file.stat().st_size for file in found)
-        yield ok(subject, f"{len(stored)} tensors in {len(found)} files, {size / 2**20:,.0f} MiB")
+        size = sum(file.stat().st_size for file in files)
+        yield ok(subject, f"{len(stored)} tensors in {len(files)} files, {size / 2**20:,.0f} MiB")
 
 
 def _indexed(path: Path) -> Mapping[str, str]:
