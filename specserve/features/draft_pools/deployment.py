@@ -72,6 +72,16 @@ def pool_draft_config(config: Config, *, has_gpu: bool) -> Config:
     )
 
 
+def _own_site() -> WorkerSite:
+    """Return where this replica runs, and with what GPUs."""
+    context = ray.get_runtime_context()
+    return WorkerSite(
+        context.get_node_id(),
+        ray.util.get_node_ip_address(),
+        tuple(context.get_accelerator_ids().get("GPU", ())),
+    )
+
+
 class LoadMeter:
     """The load of a pool's worker between two readings, as a share of the time."""
 
@@ -103,12 +113,7 @@ class DraftPool:
         from specserve.features.draft_pools.worker import PoolWorker
 
         join_serve(config)
-        context = ray.get_runtime_context()
-        site = WorkerSite(
-            context.get_node_id(),
-            ray.util.get_node_ip_address(),
-            tuple(context.get_accelerator_ids().get("GPU", ())),
-        )
+        site = _own_site()
         own = pool_draft_config(config, has_gpu=bool(site.accelerators))
         self._site, self._pool = site, str(config.draft.pool.name)
         self._replica = serve.get_replica_context().replica_id.unique_id
