@@ -182,17 +182,14 @@ def _error(
     The largest differences of each kind of layer are added up, as shares of the largest result.
     """
     spec = loaded.spec
-    lengths, counts = np.array(TRIAL_LENGTHS), np.array(TRIAL_COUNTS)
     block = key_block_size(spec.kv_heads * min(spec.head_dim, spec.v_head_dim))
-    width = -(-max(TRIAL_LENGTHS) // block) * block // page_size + 1
-    pages = np.random.default_rng(0).permutation(len(counts) * width)
-    writes = Writes(lengths - counts, counts, pages.reshape(len(counts), width))
+    writes = _trial_writes(block, page_size)
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, heads: int, dim: int) -> Tensor:
         return torch.randn(rows, heads, dim, generator=generator).to(dtype).to(device)
 
-    slots, rows = len(counts) * width * page_size, int(counts.sum())
+    slots, rows = writes.block_table.size * page_size, int(writes.counts.sum())
     keys, k = (random(n, spec.kv_heads, spec.head_dim) for n in (slots, rows))
     values, v = (random(n, spec.kv_heads, spec.v_head_dim) for n in (slots, rows))
     q = random(rows, spec.num_heads, spec.head_dim)
@@ -211,6 +208,14 @@ def _error(
         error = (attended(attention, variant) - expected).abs().max()
         errors.append(float(error / expected.abs().max()))
     return sum(errors)
+
+
+def _trial_writes(block: int, page_size: int) -> Writes:
+    """Return the writes of a trial's sequences, into pages that lie in no order."""
+    lengths, counts = np.array(TRIAL_LENGTHS), np.array(TRIAL_COUNTS)
+    width = -(-max(TRIAL_LENGTHS) // block) * block // page_size + 1
+    pages = np.random.default_rng(0).permutation(len(counts) * width)
+    return Writes(lengths - counts, counts, pages.reshape(len(counts), width))
 
 
 def _copy_as(pool: Tensor, dtype: torch.dtype) -> Tensor:
