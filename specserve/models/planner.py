@@ -159,54 +159,53 @@ class Planner:
 
     def _mixed(self, writes: Writes, group_ids: Ints | None, passes: int) -> list[Layout]:
         """Lay out any sequences, each group padded to its longest run of queries."""
-        counts, pass_rows = writes.counts, self._rows(writes, passes)
-        firsts, positions, slots = pass_rows.firsts, pass_rows.positions, pass_rows.slots
-        members_of_groups = (
-            [np.arange(len(counts))]
+        rows = self._rows(writes, passes)
+        members_of_groups: list[Ints] = (
+            [np.arange(len(writes.counts))]
             if group_ids is None
             else [np.flatnonzero(group_ids == group_id) for group_id in np.unique(group_ids)]
         )
-        groups = []
-        for index, group in enumerate(members_of_groups):
-            seqs, queries = self._bucket(len(group), int(counts[group].max()))
-            members = np.concatenate([group, np.repeat(group[-1:], seqs - len(group))])
-            columns = np.arange(queries)
-            own = counts[members, None]
-            rows = (
-                np.minimum(columns, own - 1) + firsts[members, None]
-            )  # [seqs, queries], padding repeats the last
-            inside = columns < own
-            inside[len(group) :] = False
-            encoder_lengths = (
-                None if writes.encoder_lengths is None else writes.encoder_lengths[members]
-            )
-            part = Writes(
-                writes.starts[members],
-                counts[members],
-                writes.block_table[members],
-                writes.context,
-                encoder_lengths,
-            )
-            valid = None if inside.all() else self._tensor(np.flatnonzero(inside))
-            last_keys = self._tensor(part.last_keys(positions[:, rows]))
-            pages, context = self._pages(index, part, int(part.lengths.max()))
-            groups.append(
-                self._groups(
-                    last_keys,
-                    pages,
-                    context,
-                    part,
-                    rows=self._tensor(rows.reshape(-1)),
-                    valid=valid,
-                )
-            )
+        groups = [
+            self._padded_group(index, group, writes, rows)
+            for index, group in enumerate(members_of_groups)
+        ]
         of_passes = zip(
-            self._tensor(positions).unbind(0),
-            self._tensor(slots).unbind(0),
+            self._tensor(rows.positions).unbind(0),
+            self._tensor(rows.slots).unbind(0),
             zip(*groups, strict=True),
             strict=True,
         )
         return [Layout(*of_pass) for of_pass in of_passes]
+
+    def _padded_group(
+        self, index: int, group: Ints, writes: Writes, all_rows: Rows
+    ) -> list[AttentionGroup]:
+        """Return a group of sequences in each pass, padded to a shape of few."""
+        counts = writes.counts
+        seqs, queries = self._bucket(len(group), int(counts[group].max()))
+        members = np.concatenate([group, np.repeat(group[-1:], seqs - len(group))])
+        columns = np.arange(queries)
+        own = counts[members, None]
+        rows = (
+            np.minimum(columns, own - 1) + all_rows.firsts[members, None]
+        )  # [seqs, queries], padding repeats the last
+        inside = columns < own
+        inside[len(group) :] = False
+        encoder_lengths = (
+            None if writes.encoder_lengths is None else writes.encoder_lengths[members]
+        )
+        part = Writes(
+            writes.starts[members],
+            counts[members],
+            writes.block_table[members],
+            writes.context,
+            encoder_lengths,
+        )
+        valid = None if inside.all() else self._tensor(np.flatnonzero(inside))
+        last_keys = self._tensor(part.last_keys(all_rows.positions[:, rows]))
+        pages, context = self._pages(index, part, int(part.lengths.max()))
+        rows_of_group = self._tensor(rows.reshape(-1))
+        return self._groups(last_keys, pages, context, part, rows=rows_of_group, valid=valid)
 
     def _is_bucket(self, queries: int) -> bool:
         """Return whether runs of that many rows keep their shape: short ones and some long ones."""
