@@ -49,30 +49,12 @@ class FusedNetwork:
         taps: HiddenTaps | None = None,
     ) -> None:
         module: Any = loaded.module
-        config, spec, body = loaded.config, loaded.spec, module.model
+        config, body = loaded.config, module.model
         self.returns_hidden, self.run_rows = returns_hidden, attention.run_rows
         self.embedding: Tensor = body.embed_tokens.weight.detach()
-        windows = [
-            config.sliding_window if kind == "sliding_attention" else None
-            for kind in _layer_types(config)
-        ]
-        rotates = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
         self._embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # of Granite
         self._logits_scale: float = getattr(config, "logits_scaling", 1.0)
-        self.layers = [
-            FusedLayer(
-                body.layers[i],
-                HeadShape(spec.num_heads, spec.kv_heads, spec.head_dim),
-                window=windows[i],
-                rotates=bool(rotates[i]),
-                scaling=getattr(config, "attention_multiplier", spec.head_dim**-0.5),
-                output_scale=getattr(config, "residual_multiplier", 1.0),
-                scales=scales,
-                attention=attention,
-                shard=shard,
-            )
-            for i, scales in zip(loaded.layers, cache.scales, strict=True)
-        ]
+        self.layers = _fused_layers(loaded, cache, attention, shard)
         self.keys, self.values = cache.keys, cache.values  # of each layer
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps)
         pack_linears(module.lm_head)  # a rank's share is nested; the whole head is a plain linear
@@ -82,8 +64,8 @@ class FusedNetwork:
             else module.lm_head
         )
         self._compiled: CompiledLayers | Literal[False] | None = None  # None: not yet known
-        self.rotary = rotary_table(body.rotary_emb, self.embedding, spec.max_context)
-        self._unrotated = None if all(rotates) else _identity_table(self.rotary)
+        self.rotary = rotary_table(body.rotary_emb, self.embedding, loaded.spec.max_context)
+        self._unrotated = None if all(_layer_rotations(config)) else _identity_table(self.rotary)
         self._taps = taps
         self._parts = [] if taps is None else self._parts_between(taps.layers)
 
@@ -234,6 +216,28 @@ class FusedLayer:
         )
 
 
+def _fused_layers(
+    loaded: LoadedModel, cache: PagedCache, attention: Attention, shard: Shard | None
+) -> list[FusedLayer]:
+    module: Any = loaded.module
+    config, spec = loaded.config, loaded.spec
+    kinds, rotates = _layer_types(config), _layer_rotations(config)
+    return [
+        FusedLayer(
+            module.model.layers[i],
+            HeadShape(spec.num_heads, spec.kv_heads, spec.head_dim),
+            window=config.sliding_window if kinds[i] == "sliding_attention" else None,
+            rotates=rotates[i],
+            scaling=getattr(config, "attention_multiplier", spec.head_dim**-0.5),
+            output_scale=getattr(config, "residual_multiplier", 1.0),
+            scales=scales,
+            attention=attention,
+            shard=shard,
+        )
+        for i, scales in zip(loaded.layers, cache.scales, strict=True)
+    ]
+
+
 def _scaled(linear: AnyLinear, scale: float) -> AnyLinear | ScaledLinear:
     return linear if scale == 1.0 else ScaledLinear(linear, scale)
 
@@ -257,6 +261,12 @@ def _layer_types(config: Any) -> list[str]:
         else "full_attention"
     )
     return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers
+
+
+def _layer_rotations(config: Any) -> list[bool]:
+    """Return which layers rotate queries and keys by their positions: mostly all."""
+    stated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+    return [bool(rotates) for rotates in stated]
 
 
 def rotary_table(
