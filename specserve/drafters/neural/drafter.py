@@ -111,19 +111,7 @@ class NeuralDrafter:
         A sequence that does not fit, or has no draft tokens and no step, has no forecast. Extra
         steps under a grammar wait for their own pass.
         """
-        tasks = self._undrafted_tasks(undrafted)
-        states = {
-            seq_id: self._states[seq_id]
-            for seq_id in seq_ids
-            if seq_id in self._states and self._states[seq_id].tokens
-        }
-        tasks += [
-            task
-            for seq_id, state in states.items()
-            if self._fits(
-                task := self._resume_task(seq_id, state, num_wanted=1), self.runner.cache.num_free
-            )
-        ]
+        tasks = [*self._undrafted_tasks(undrafted), *self._drafted_tasks(seq_ids)]
         if not tasks:
             return []
         extra = self._extra_tasks(extra_steps, beside=tasks)
@@ -250,6 +238,21 @@ class NeuralDrafter:
         tasks = self._fitting_tasks(steps)
         self._advance_grammars(steps)
         return tasks
+
+    def _drafted_tasks(self, seq_ids: Sequence[int]) -> list[DraftTask]:
+        """Return the tasks that write the last draft tokens and compute what follows them."""
+        states = {
+            seq_id: self._states[seq_id]
+            for seq_id in seq_ids
+            if seq_id in self._states and self._states[seq_id].tokens
+        }
+        return [
+            task
+            for seq_id, state in states.items()
+            if self._fits(
+                task := self._resume_task(seq_id, state, num_wanted=1), self.runner.cache.num_free
+            )
+        ]
 
     def _task(self, step: DraftStep) -> DraftTask | None:
         """Return the work for the step, resuming its drafts.

@@ -23,7 +23,7 @@ from specserve.features.cascade.stages import (
     StageNode,
 )
 from specserve.sampling.distribution import WarpBatch
-from specserve.types import DraftStep, Proposal
+from specserve.types import DraftStep, Proposal, Step
 
 
 class CascadeDrafter:
@@ -108,21 +108,7 @@ class CascadeDrafter:
         extra_steps: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return the forecasts of the largest drafter, which takes one pass for all of them."""
-        drafted = [
-            sequence
-            for seq_id in seq_ids
-            if (sequence := self._sequences.get(seq_id)) is not None and sequence.draft_probs
-        ]
-        drafted += [
-            self._commit(step) for step in undrafted if self._length(step.seq_id) >= step.start
-        ]
-        steps = [sequence.missing_step(0, before=sequence.start) for sequence in drafted]
-        fit = self._first.which_fit(steps)
-        fitting = [
-            (sequence, step)
-            for sequence, step, fits in zip(drafted, steps, fit, strict=True)
-            if fits
-        ]
+        fitting = self._forecast_steps(seq_ids, undrafted)
         if not fitting:
             return []
         counts = [len(sequence.draft_probs) + 1 for sequence, _ in fitting]
@@ -148,6 +134,26 @@ class CascadeDrafter:
                 sequence.seq_id, sequence.start, sequence.tokens[sequence.start :], sequence.policy
             )
             for (sequence, _), one in zip(fitting, rankings, strict=True)
+        ]
+
+    def _forecast_steps(
+        self, seq_ids: Sequence[int], undrafted: Sequence[DraftStep]
+    ) -> list[tuple[CascadeSequence, Step]]:
+        """Return the sequences to forecast, with the largest drafter's steps that fit."""
+        drafted = [
+            sequence
+            for seq_id in seq_ids
+            if (sequence := self._sequences.get(seq_id)) is not None and sequence.draft_probs
+        ]
+        drafted += [
+            self._commit(step) for step in undrafted if self._length(step.seq_id) >= step.start
+        ]
+        steps = [sequence.missing_step(0, before=sequence.start) for sequence in drafted]
+        fit = self._first.which_fit(steps)
+        return [
+            (sequence, step)
+            for sequence, step, fits in zip(drafted, steps, fit, strict=True)
+            if fits
         ]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
