@@ -1,41 +1,38 @@
 """The sampling parameters of a request, by their HTTP names: checked once, made into requests.
 
-It knows no HTTP and no models.
+The values of single parameters are parsed by `sampling_values`. It knows no HTTP and no models.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from reprlib import repr as shortened
-from typing import Any
 
-from specserve.config.fields import FieldRule, boolean, integer, number, setting, text
+from specserve.config.fields import boolean, integer, number, setting, text
 from specserve.errors import BadValue
 from specserve.grammar.request import parse_guided, parse_response_format
 from specserve.grammar.validate import validate_grammar
+from specserve.sampling_values import (
+    parse_allowed_ids,
+    parse_bad_words,
+    parse_biases,
+    parse_speculation,
+    parse_stop_ids,
+    parse_stops,
+    parse_value,
+)
 from specserve.types import Adapter, Grammar, Request, Speculation, TokenRule, Warp
 
 MAX_N = 128
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1024
-MAX_STOP_IDS = 1024
-MAX_BIASES = 1024
-MAX_ALLOWED_IDS = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_LENGTH = 64
 MAX_PRIORITY = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31
 """Most tokens of a count: more than any model has, and within what the wire format can carry."""
 
 _BITS = 2**64 - 1
-_TOKEN_ID = integer(0, 2**31)
 _NUM_LOGPROBS = integer(0, MAX_LOGPROBS)
-_BIAS = number(-100, 100)
-_GAMMA = integer(0)
 
 
 def random_seed() -> int:
@@ -93,15 +90,15 @@ class Sampling:
         for field in fields(self):
             value, rule = getattr(self, field.name), field.metadata.get("rule")
             if rule is not None and (value is not None or field.default is not None):
-                keep(self, field.name, _parse(field.name, rule, value))
-        keep(self, "stop", _stops(self.stop))
-        keep(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
-        keep(self, "logit_bias", _biases(self.logit_bias))
+                keep(self, field.name, parse_value(field.name, rule, value))
+        keep(self, "stop", parse_stops(self.stop))
+        keep(self, "stop_token_ids", parse_stop_ids(self.stop_token_ids))
+        keep(self, "logit_bias", parse_biases(self.logit_bias))
         keep(self, "top_k", max(self.top_k, 0))
-        keep(self, "bad_words", _bad_words(self.bad_words))
-        keep(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
+        keep(self, "bad_words", parse_bad_words(self.bad_words))
+        keep(self, "allowed_token_ids", parse_allowed_ids(self.allowed_token_ids))
         self._check_min_tokens()
-        keep(self, "speculation", _speculation(self.speculation))
+        keep(self, "speculation", parse_speculation(self.speculation))
         self._check_logprobs()
         self._check_max_tokens()
         self._check_grammar_conflicts()
@@ -237,7 +234,9 @@ class Sampling:
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None and not isinstance(self.logprobs, bool):
-            object.__setattr__(self, "logprobs", _parse("logprobs", _NUM_LOGPROBS, self.logprobs))
+            object.__setattr__(
+                self, "logprobs", parse_value("logprobs", _NUM_LOGPROBS, self.logprobs)
+            )
         if self.top_logprobs is not None and self.logprobs is not True:
             raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
 
@@ -288,144 +287,3 @@ def _derive_seed(seed: int, i: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _BITS
     return z ^ (z >> 31)
-
-
-def _parse(param: str, rule: FieldRule, value: object) -> Any:
-    """Return the value as the rule parses it, or raise BadValue with parameter and range."""
-    try:
-        return rule.read(value, param)
-    except ValueError:
-        raise BadValue(
-            f"{param} must be {rule.expects}, not {shortened(value)}", param=param
-        ) from None
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = (
-        (value,)
-        if isinstance(value, str)
-        else tuple(value)
-        if isinstance(value, (list, tuple))
-        else (value,)
-    )
-    if len(stops) > MAX_STOPS:
-        raise BadValue(f"stop has {len(stops)} texts; {MAX_STOPS} is the most", param="stop")
-    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        raise BadValue(
-            "stop must be a text or a list of texts, "
-            f"each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}",
-            param="stop",
-        )
-    for stop in stops:
-        _check_unicode("stop", stop)
-    return stops
-
-
-def _check_unicode(param: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadValue(
-            f"{param} is not Unicode text: it holds half of a surrogate pair", param=param
-        ) from error
-
-
-def _stop_ids(value: object) -> tuple[int, ...]:
-    return () if value is None else _ids("stop_token_ids", value, MAX_STOP_IDS)
-
-
-def _allowed_ids(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ids = _ids("allowed_token_ids", value, MAX_ALLOWED_IDS)
-    if not ids:
-        raise BadValue(
-            "allowed_token_ids must have at least one token id", param="allowed_token_ids"
-        )
-    return ids
-
-
-def _ids(param: str, value: object, most: int) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise BadValue(f"{param} must be a list of token ids, not {shortened(value)}", param=param)
-    ids = tuple(_parse(param, _TOKEN_ID, token) for token in value)
-    if len(ids) > most:
-        raise BadValue(f"{param} has {len(ids)} ids; {most} is the most", param=param)
-    return ids
-
-
-def _bad_words(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    words = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if len(words) > MAX_BAD_WORDS:
-        raise BadValue(
-            f"bad_words has {len(words)} texts; {MAX_BAD_WORDS} is the most", param="bad_words"
-        )
-    if isinstance(value, str) or not all(map(_is_bad_word, words)):
-        raise BadValue(
-            f"bad_words must be a list of texts, each of 1 to {MAX_BAD_WORD_LENGTH} characters "
-            f"and not only of spaces, not {shortened(value)}",
-            param="bad_words",
-        )
-    return words
-
-
-def _is_bad_word(word: object) -> bool:
-    return isinstance(word, str) and len(word) <= MAX_BAD_WORD_LENGTH and bool(word.strip())
-
-
-def _biases(value: object) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise BadValue(
-            f"logit_bias must map token ids to numbers, not {shortened(value)}", param="logit_bias"
-        )
-    if len(value) > MAX_BIASES:
-        raise BadValue(
-            f"logit_bias has {len(value)} ids; {MAX_BIASES} is the most", param="logit_bias"
-        )
-    return {
-        _parse("logit_bias", _TOKEN_ID, _from_json(token)): _parse("logit_bias", _BIAS, bias)
-        for token, bias in value.items()
-    }
-
-
-def _from_json(token: object) -> object:
-    return (
-        int(token)
-        if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 20
-        else token
-    )
-
-
-def _speculation(value: object) -> Speculation:
-    if isinstance(value, Speculation):
-        value = {"gamma": value.gamma, "verifier": value.verifier}
-    if value is None:
-        return Speculation()
-    if not isinstance(value, Mapping):
-        raise BadValue(
-            f"speculation must hold gamma and verifier, not {shortened(value)}", param="speculation"
-        )
-    unknown = [str(key) for key in value if key not in ("gamma", "verifier")]
-    if unknown:
-        raise BadValue(
-            f"speculation knows gamma and verifier, not {unknown[0]}",
-            param=f"speculation.{unknown[0]}",
-        )
-    gamma, verifier = (
-        None if value.get(key) == "auto" else value.get(key) for key in ("gamma", "verifier")
-    )
-    if verifier is not None and not isinstance(verifier, str):
-        raise BadValue(
-            f"speculation.verifier must be a name, not {shortened(verifier)}",
-            param="speculation.verifier",
-        )
-    return Speculation(
-        gamma=None if gamma is None else _parse("speculation.gamma", _GAMMA, gamma),
-        verifier=verifier,
-    )

@@ -26,7 +26,8 @@ from specserve.api.dialects import is_neutral
 from specserve.api.strict_model import Body, StrictModel, Unsupported
 from specserve.errors import BadValue
 from specserve.grammar.request import MAX_DEPTH, is_too_deep
-from specserve.sampling_params import MAX_BIASES, MAX_COUNT
+from specserve.sampling_params import MAX_COUNT
+from specserve.sampling_values import MAX_BIASES
 
 # Bounds of what no other limit bounds. OpenAI takes as many messages, and as much metadata.
 MAX_MESSAGES = 2048

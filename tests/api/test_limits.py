@@ -14,15 +14,12 @@ import pytest
 from specserve.api.parse import MAX_CONTINUATIONS, MAX_TOKENIZE_CHARS
 from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
 from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
-from specserve.sampling_params import (
+from specserve.sampling_params import MAX_COUNT, MAX_LOGPROBS, MAX_N, MAX_PRIORITY
+from specserve.sampling_values import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_BIASES,
-    MAX_COUNT,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PRIORITY,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
