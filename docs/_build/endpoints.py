@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from docs._build.table import code, table
-from specserve.api import schema
+from specserve.api import chat_schema, schema
 from specserve.api.app import build
 from specserve.api.dialects import SERVERS, ForeignParameter
 from specserve.api.model_directory import ModelDirectory
@@ -78,7 +78,8 @@ def _operations(description: Mapping[str, Any]) -> Iterator[tuple[str, str, Sche
 
 def _model(name: str) -> type[StrictModel]:
     """Return the class of a shape."""
-    found: type[StrictModel] = getattr(schema, name, None) or getattr(response_body, name)
+    modules = (schema, chat_schema, response_body)
+    found: type[StrictModel] = next(getattr(one, name) for one in modules if hasattr(one, name))
     return found
 
 

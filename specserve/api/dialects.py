@@ -1,6 +1,6 @@
 """Parameters of other servers: the values that change nothing here, and what to send instead.
 
-Names that a body has itself are in schema.py. Knows no pydantic.
+Names that a body has itself are in schema.py and chat_schema.py. Knows no pydantic.
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ from typing import TypeVar
 
 from specserve.api.adapter_registry import AdapterRegistry
 from specserve.api.best_of import BestOf
+from specserve.api.chat_schema import ChatBody, Message
 from specserve.api.chat_template import TemplateOptions
 from specserve.api.constraints import members, parse_constraint
 from specserve.api.reasoning.formats import PROMPT_TAIL, ModelReasoning, PromptReasoning
 from specserve.api.reasoning.grammar import BUDGET, reasoning_grammar
-from specserve.api.schema import ChatBody, CompletionBody, GenerationBody, Message
+from specserve.api.schema import CompletionBody, GenerationBody
 from specserve.api.service import ServedModel
 from specserve.api.template_options import parse_template_options
 from specserve.api.tokenizer import Tokenizer

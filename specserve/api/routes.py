@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.access import ClientAccess, may_ask_full_engines
+from specserve.api.chat_schema import ChatBody, TokenizeBody
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
@@ -25,7 +26,7 @@ from specserve.api.response_items.answer import RESPONSE, ItemsResponse
 from specserve.api.response_items.body import ResponsesBody
 from specserve.api.response_items.chat_request import to_chat
 from specserve.api.responses import FullResponse, GenerationResponse, ResponseHead, json_response
-from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.api.schema import CompletionBody, DetokenizeBody
 from specserve.api.streamed_response import StreamedResponse
 from specserve.api.strict_model import Body, StrictModel, shown_names
 from specserve.api.template_options import parse_template_options, unread_variables

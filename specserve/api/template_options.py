@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specserve.api.chat_schema import ChatBody, TokenizeBody
 from specserve.api.chat_template import TemplateOptions
-from specserve.api.schema import ChatBody, TokenizeBody
 from specserve.errors import BadValue
 
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from specserve.api.chat_schema import MAX_MESSAGES, MAX_PARTS
+from specserve.api.field_types import MAX_LABEL
 from specserve.api.parse import MAX_CONTINUATIONS, MAX_TOKENIZE_CHARS
-from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
+from specserve.api.schema import MAX_METADATA
 from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
 from specserve.sampling_params import MAX_COUNT, MAX_LOGPROBS, MAX_N, MAX_PRIORITY
 from specserve.sampling_values import (

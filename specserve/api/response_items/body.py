@@ -11,20 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field, field_validator
 from typing_extensions import TypeAliasType
 
-from specserve.api.schema import (
+from specserve.api.chat_schema import (
     FUNCTION_NAME,
-    MAX_LABEL,
     MAX_MESSAGES,
-    MAX_METADATA,
     MAX_PARTS,
     MAX_TOOLS,
     FunctionTool,
-    JsonSchema,
-    Label,
-    SpeculationBody,
-    Texts,
-    max_entries,
 )
+from specserve.api.field_types import MAX_LABEL, JsonSchema, Label, Texts, max_entries
+from specserve.api.schema import MAX_METADATA, SpeculationBody
 from specserve.api.strict_model import Body, StrictModel, Unsupported
 from specserve.errors import BadValue
 from specserve.sampling_params import MAX_COUNT

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from specserve.api.chat_schema import (
+    MAX_CALLS,
+    CalledFunction,
+    ChatBody,
+    FunctionName,
+    FunctionTool,
+    Message,
+    NamedTool,
+    ToolBody,
+    ToolCall,
+)
 from specserve.api.response_items.body import (
     NO_STATE,
     ResponseItem,
@@ -12,19 +23,7 @@ from specserve.api.response_items.body import (
     ResponseTextOptions,
     ResponseToolName,
 )
-from specserve.api.schema import (
-    MAX_CALLS,
-    CalledFunction,
-    ChatBody,
-    FunctionName,
-    FunctionTool,
-    Message,
-    NamedSchema,
-    NamedTool,
-    ResponseFormat,
-    ToolBody,
-    ToolCall,
-)
+from specserve.api.schema import NamedSchema, ResponseFormat
 from specserve.errors import BadValue
 
 COPIED = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from specserve.api.schema import Message, ToolCall
+from specserve.api.chat_schema import Message, ToolCall
 from specserve.api.tools.formats import CallFormat, ModelCallFormat
 
 INSTRUCTIONS = (

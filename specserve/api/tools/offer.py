@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specserve.api.chat_schema import AllowedTools, ChatBody, FunctionTool, NamedTool
 from specserve.api.constraints import constraint_name
-from specserve.api.schema import AllowedTools, ChatBody, FunctionTool, NamedTool
 from specserve.api.tools.arguments import ArgumentStyle
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.grammar import CallGrammar

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specserve.api.schema import Message
+from specserve.api.chat_schema import Message
 from specserve.api.tools.formats import DEFAULT_FORMAT, FORMATS, ModelCallFormat
 from specserve.api.tools.messages import to_template_messages
 from tests.support.templates import FAMILIES, TEMPLATES, call_format, family
