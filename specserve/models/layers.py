@@ -1,4 +1,4 @@
-"""Linear layers and norms in as few operations as the device has.
+"""Linear layers in as few operations as the device has.
 
 On CPU in bf16, linear weights are packed once into the processor's own layout and then read at the
 speed of memory; elsewhere layers are plain.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.models.cpu.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
+from specserve.models.cpu.linear_kernels import LinearKernel, linear_kernel
 from specserve.models.cpu.mapped_file import tensor_address
 from specserve.models.cpu.row_invariance import row_invariant_kernel
 from specserve.models.float8_weight import Float8Weight, float8_of, join_float8
@@ -76,6 +76,11 @@ def linear_weights(weights: LinearWeights) -> Iterator[None]:
         _linear_weights.reset(token)
 
 
+def current_weights() -> LinearWeights:
+    """Return where the layers that are made now keep their weights."""
+    return _linear_weights.get()
+
+
 def can_pack(weight: Tensor) -> bool:
     """Return whether a weight is packed; one on the meta device stands for one on the CPU."""
     return (
@@ -94,7 +99,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        weights = _linear_weights.get()
+        weights = current_weights()
         self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
         self.weight = weights.pack(weight, self.kernel)
         self.bias = None if bias is None else weights.keep(bias)
@@ -115,7 +120,7 @@ class PlainLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        weights = _linear_weights.get()
+        weights = current_weights()
         self.weight = weights.keep(weight)
         self.bias = None if bias is None else weights.keep(bias)
 
@@ -137,7 +142,7 @@ class Float8Linear(nn.Module):
     def __init__(self, weight: Float8Weight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
-        weights = _linear_weights.get()
+        weights = current_weights()
         self.float8 = replace(
             weight, codes=weights.keep(weight.codes), scales=weights.keep(weight.scales)
         )
@@ -175,7 +180,7 @@ class PackedGate(nn.Module):
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = gate.shape
-        weights = _linear_weights.get()
+        weights = current_weights()
         self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
         self.weight = weights.pack(self.kernel.interleave(gate, up), self.kernel)
 
@@ -266,36 +271,6 @@ def _linear_weight(module: Any) -> Tensor | None:  # [out, in]
     if kind is nn.Linear or kind.__name__ == "FalconLinear":
         return module.weight  # type: ignore[no-any-return]
     return module.weight.t() if kind.__name__ == "Conv1D" else None
-
-
-class RMSNorm:
-    """The norm x / sqrt(mean(x^2) + eps) * weight.
-
-    Where nothing is compiled for the CPU, it is computed by `layer_norm`: beside its own negative x
-    has mean 0, so that its variance there is its mean square. That takes one kernel, not six.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
-        kernel = _linear_weights.get().kernel if can_pack(weight) else None
-        self.compiled = kernel if isinstance(kernel, CompiledKernel) else None
-        self.mirrored = (
-            torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None
-        )
-        is_on_gpu = weight.device.type == "cuda"
-        self.on_card = card_kernels(weight.device, weight.dtype) if is_on_gpu else None
-
-    def __call__(self, x: Tensor) -> Tensor:  # [..., width]
-        if self.compiled is not None:
-            return self.compiled.rms_norm(x, self.weight, self.eps)
-        if self.on_card is not None and x.dim() == 2 and x.stride(1) == 1:
-            return self.on_card.rms_norm(x, self.weight, self.eps)
-        if self.mirrored is None:
-            return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        both = torch.layer_norm(
-            torch.cat((x, x.neg()), dim=-1), (2 * self.width,), self.mirrored, None, self.eps
-        )
-        return both.narrow(-1, 0, self.width)
 
 
 @dataclass(frozen=True, slots=True)

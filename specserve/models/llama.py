@@ -18,7 +18,6 @@ from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import (
     AnyLinear,
     HeadShape,
-    RMSNorm,
     ScaledLinear,
     join_linears,
     pack_linears,
@@ -26,6 +25,7 @@ from specserve.models.layers import (
     take_linear,
 )
 from specserve.models.layout import Layout
+from specserve.models.norm import RMSNorm
 from specserve.models.shard import GatheredHead, Shard
 
 if TYPE_CHECKING:

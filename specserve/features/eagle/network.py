@@ -26,7 +26,6 @@ from specserve.models.layers import (
     HeadShape,
     PackedLinear,
     PlainLinear,
-    RMSNorm,
     join_linears,
     make_linear,
     take_gate,
@@ -34,6 +33,7 @@ from specserve.models.layers import (
 )
 from specserve.models.layout import Layout
 from specserve.models.llama import rotary_table
+from specserve.models.norm import RMSNorm
 
 KEY_PADDING = 8
 """Numbers added to each key, of which the first is a score for all queries.

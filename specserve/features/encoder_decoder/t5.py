@@ -25,12 +25,12 @@ from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import (
     AnyLinear,
     HeadShape,
-    RMSNorm,
     join_linears,
     pack_linears,
     take_linear,
 )
 from specserve.models.layout import AttentionGroup, Layout
+from specserve.models.norm import RMSNorm
 from specserve.models.shard import GatheredHead, Shard
 
 ATTENTION = GroupedAttention(invariant_kernel)
