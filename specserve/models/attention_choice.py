@@ -8,13 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from specserve.errors import ConfigError
-from specserve.models.attention import (
-    Attention,
-    GroupedAttention,
-    Kernel,
-    invariant_kernel,
-    sdpa_kernel,
-)
+from specserve.models.attention import Attention, GroupedAttention, Kernel
+from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.cpu.linear_kernels import CompiledKernel, linear_kernel
 from specserve.models.device_formats import runs_compiled

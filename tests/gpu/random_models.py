@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from specserve.models.attention import Attention, GroupedAttention, sdpa_kernel
+from specserve.models.attention import Attention, GroupedAttention
+from specserve.models.attention_kernels import sdpa_kernel
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.architecture import architecture
 from specserve.models.checkpoints.library import empty_module, register_attention

@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.models.attention import (
-    Attention,
-    AttentionVariant,
-    GroupedAttention,
-    Rotation,
-    invariant_kernel,
-    sdpa_kernel,
-)
+from specserve.models.attention import Attention, AttentionVariant, GroupedAttention, Rotation
+from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.cpu.linear_kernels import (
     CompiledKernel,
     linear_kernel,

@@ -10,7 +10,8 @@ import torch
 from transformers import Phi3Config
 
 from specserve.errors import ConfigError, NoShardingPlan, TooLittleMemory
-from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
+from specserve.models.attention import GroupedAttention
+from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.cpu.linear_kernels import linear_kernel
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import Model, ModelOptions, open_model

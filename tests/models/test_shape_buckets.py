@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.models.attention import AttentionVariant, invariant_kernel
+from specserve.models.attention import AttentionVariant
+from specserve.models.attention_kernels import invariant_kernel
 from specserve.models.layout import Geometry, Writes
 from specserve.models.planner import Planner
 from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, bucket_size, pieces

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specserve.models.attention import MAX_SCORES
+from specserve.models.attention_kernels import MAX_SCORES
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import Step
@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_how_queries_are_cut(
     options = ModelOptions(dtype="bfloat16", device="cpu", pages=80, attention="invariant")
     prompt, found = text(1_000), []
     for most in (MAX_SCORES, 20_000):
-        monkeypatch.setattr("specserve.models.attention.MAX_SCORES", most)
+        monkeypatch.setattr("specserve.models.attention_kernels.MAX_SCORES", most)
         found.append(open_model(directory, options).runner.run([Step(0, 0, prompt)], [1_000]))
     assert torch.equal(*found)
 

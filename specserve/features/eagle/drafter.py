@@ -25,7 +25,8 @@ from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EaglePro
 from specserve.features.eagle.states import TargetStates
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
-from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
+from specserve.models.attention import GroupedAttention
+from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.find import find_checkpoint

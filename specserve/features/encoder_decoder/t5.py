@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specserve.models.attention import (
-    AttentionVariant,
-    GroupedAttention,
-    attend_cached,
-    invariant_kernel,
-)
+from specserve.models.attention import AttentionVariant, GroupedAttention, attend_cached
+from specserve.models.attention_kernels import invariant_kernel
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import (

@@ -21,9 +21,9 @@ from specserve.models.attention import (
     AttentionVariant,
     GroupedAttention,
     Rotation,
-    invariant_kernel,
     write_cache,
 )
+from specserve.models.attention_kernels import invariant_kernel
 from specserve.models.float8_pages import PageScales, to_float8
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.gpu.card_kernels import CardKernels, card_kernels

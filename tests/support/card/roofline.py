@@ -26,7 +26,8 @@ from transformers import LlamaConfig
 
 from specserve.models import layers
 from specserve.models import shard as shard_module
-from specserve.models.attention import Attention, GroupedAttention, sdpa_kernel
+from specserve.models.attention import Attention, GroupedAttention
+from specserve.models.attention_kernels import sdpa_kernel
 from specserve.models.checkpoints.architecture import architecture
 from specserve.models.checkpoints.fill import fill_shapes
 from specserve.models.checkpoints.load import LoadedModel, make_division
