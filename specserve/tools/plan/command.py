@@ -6,24 +6,23 @@ Neither parses the command line nor prints.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.placement import FEW_GPUS, with_drafts_that_fit
-from specserve.config.tree import DEMO, config_from_file, config_from_keys
+from specserve.config.tree import config_from_file, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import BadValue
-from specserve.models.checkpoints.find import describe, find_checkpoint, find_config
+from specserve.models.checkpoints.find import describe, find_checkpoint
 from specserve.models.device_formats import DTYPES
 from specserve.models.model import DEFAULT_MEMORY_FRACTION, ModelOptions, open_model
 from specserve.progress import ReportProgress, no_progress
-from specserve.theory import walltime_factor
 from specserve.tools.plan.cascades import best_cascades
-from specserve.tools.plan.curves import Curve, Panel, check_drawable, draw
+from specserve.tools.plan.curves import check_drawable, draw
 from specserve.tools.plan.devices import DeviceDemand, device_demands
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, overlaps, seconds
@@ -39,7 +38,9 @@ from specserve.tools.plan.memory import (
     whole_model_share,
     with_pages,
 )
+from specserve.tools.plan.model_paths import ModelPaths, find_models, parameter_ratio
 from specserve.tools.plan.options import PlanOptions
+from specserve.tools.plan.panels import panels
 from specserve.tools.plan.placement import measure_placement
 from specserve.tools.plan.report import PlannedMemory, PlanReport
 
@@ -54,14 +55,6 @@ UNTIMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPaths:
-    """Directories of target and draft."""
-
-    target: Path
-    draft: Path | None
-
-
 def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) -> PlanReport:
     """Return the plan and write the requested files.
 
@@ -74,7 +67,7 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
             )
     if options.plot is not None:
         check_drawable(options.plot)
-    models = _models(options)
+    models = find_models(options)
     placement = None
     if options.measure:
         assert models is not None
@@ -100,7 +93,7 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
             raise BadValue(
                 "there is nothing to plot without a draft, or --alpha and --cost", param="plot"
             )
-        draw(_panels(report.advice), options.plot)
+        draw(panels(report.advice), options.plot)
     return report
 
 
@@ -116,30 +109,6 @@ def _devices(options: PlanOptions, file: Path) -> tuple[list[str], tuple[DeviceD
     return notes, device_demands(fitted, has_gpus=num_gpus > 0)
 
 
-def _models(options: PlanOptions) -> ModelPaths | None:
-    """Return the named models, the demo pair by default, or None if only numbers were given."""
-    if options.draft_quantize is not None and options.target is not None and options.draft is None:
-        raise BadValue(
-            "--draft-quantize rounds the draft's weights; name it by --draft",
-            param="draft_quantize",
-        )
-    if options.target is None and options.draft is None:
-        if options.config is not None and not options.measure:
-            return None
-        numbers = options.alpha is not None or options.cost is not None or options.stages
-        return (
-            None
-            if numbers and not options.gpus and not options.measure
-            else ModelPaths(DEMO / "target", DEMO / "draft")
-        )
-    if options.target is None:
-        raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
-    return ModelPaths(
-        find_config(options.target, key="--target"),
-        None if options.draft is None else find_config(options.draft, key="--draft"),
-    )
-
-
 def _pairs(options: PlanOptions, models: ModelPaths | None) -> tuple[list[str], list[ModelPair]]:
     """Return notes about the origin of the numbers, and the pairs."""
     if options.stages and options.alpha is None and options.cost is None:
@@ -150,7 +119,7 @@ def _pairs(options: PlanOptions, models: ModelPaths | None) -> tuple[list[str], 
         raise BadValue(
             "--alpha alone says nothing of time; give --cost, or --target and --draft", param="cost"
         )
-    ratio = None if models is None or models.draft is None else _ratio(models)
+    ratio = None if models is None or models.draft is None else parameter_ratio(models)
     c = ratio if options.cost is None else options.cost
     if c is None:
         return [
@@ -164,11 +133,6 @@ def _pairs(options: PlanOptions, models: ModelPaths | None) -> tuple[list[str], 
         ModelPair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio)
         for alpha in ALPHAS
     ]
-
-
-def _ratio(models: ModelPaths) -> float:
-    assert models.draft is not None
-    return describe(models.draft).num_parameters / describe(models.target).num_parameters
 
 
 def _measured(
@@ -206,7 +170,7 @@ def _measured(
     if placement is not None:
         notes.append(f"draft.placement auto would take {placement.reason}.")
     pairs = [
-        ModelPair(f"T = {temperature:g}", alpha, c, _ratio(models))
+        ModelPair(f"T = {temperature:g}", alpha, c, parameter_ratio(models))
         for temperature, alpha in overlap.alphas.items()
     ]
     return notes, pairs, placement
@@ -300,54 +264,3 @@ def _draft_fit(
         return None
     alone = replace(groups[-1], count=1)
     return fits(models.draft, alone, memory, round_to=round_to)[0]
-
-
-def _panels(advice: tuple[GammaAdvice, ...]) -> list[Panel]:
-    """Return the factor by gamma for each pair, and the factor of the best gamma by alpha."""
-    first = advice[0]
-    return [
-        Panel(
-            f"by gamma, c = {first.pair.c:.3g}",
-            "gamma",
-            "times faster than plain decoding",
-            _curves_by_gamma(advice),
-            counts_across=True,
-        ),
-        Panel(
-            f"the best gamma up to {len(first.by_gamma) - 1}, c = {first.pair.c:.3g}",
-            "alpha",
-            "times faster than plain decoding",
-            _curves_by_alpha(first),
-        ),
-    ]
-
-
-def _curves_by_gamma(advice: tuple[GammaAdvice, ...]) -> list[Curve]:
-    curves = []
-    for colour, one in enumerate(advice):
-        name = f"{one.pair.name}, alpha {one.pair.alpha:.2f}"
-        gammas = [gain.gamma for gain in one.by_gamma]
-        serial = [gain.serial for gain in one.by_gamma]
-        hidden = [gain.hidden for gain in one.by_gamma]
-        curves += [
-            Curve(name, gammas, serial, colour=colour),
-            Curve(f"{one.hit_rate:.0%} hidden", gammas, hidden, dashed=True, colour=colour),
-        ]
-    return curves
-
-
-def _curves_by_alpha(advice: GammaAdvice) -> list[Curve]:
-    curves, alphas = [], [i / 100 for i in range(100)]
-    for name, hit_rate in (
-        ("drafting serial", 0.0),
-        (f"{advice.hit_rate:.0%} hidden", advice.hit_rate),
-    ):
-        best = [
-            max(
-                walltime_factor(alpha, gamma, advice.pair.c, hit_rate=hit_rate)
-                for gamma in range(len(advice.by_gamma))
-            )
-            for alpha in alphas
-        ]
-        curves.append(Curve(name, alphas, best, dashed=hit_rate > 0, colour=0))
-    return curves
