@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,8 +12,15 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from specserve.api.chat_template import TemplateOptions, variables_of
+from specserve.api.chat_template import (
+    TemplateOptions,
+    check_messages,
+    plain_chat,
+    processor_template,
+    variables_of,
+)
 from specserve.api.detokenizer import IncrementalDetokenizer
+from specserve.api.token_bytes import TokenBytes
 from specserve.errors import (
     BadValue,
     ModelError,
@@ -25,7 +31,6 @@ from specserve.errors import (
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def hide_torch() -> None:
@@ -62,10 +67,7 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder
         self._added_ids = set(added)
         self._special_ids = {token for token, one in added.items() if one.special}
-        decoder = json.loads(self._backend.to_str())["decoder"]
-        self._byte_level = _has_decoder(decoder, "ByteLevel")
-        self._byte_fallback = _has_decoder(decoder, "ByteFallback")
-        self._bytes: dict[int, bytes] = {}
+        self._token_bytes = TokenBytes(self._backend, self._special_ids)
 
     @classmethod
     def load(cls, path: str | Path, *, revision: str | None = None) -> Tokenizer:
@@ -81,7 +83,7 @@ class Tokenizer:
                 str(path), revision=revision, trust_remote_code=False
             )
             if not tokenizer.chat_template:
-                tokenizer.chat_template = _processor_template(Path(path))
+                tokenizer.chat_template = processor_template(Path(path))
             return cls(tokenizer)
         except SpecserveError:
             raise
@@ -124,10 +126,10 @@ class Tokenizer:
         It is made by the model's own template. A model without one gets `role: content` lines,
         and `tools` are left out.
         """
-        _check_messages(messages)
+        check_messages(messages)
         options = options or TemplateOptions()
         if not self._tokenizer.chat_template:
-            return self.encode(_plain_chat(messages, options))
+            return self.encode(plain_chat(messages, options))
         message_dicts, tool_dicts = (
             [dict(message) for message in messages],
             [dict(tool) for tool in tools] or None,
@@ -251,16 +253,11 @@ class Tokenizer:
 
         `first` is for the very beginning of a text, where some tokenizers drop a space.
         """
-        if first:
-            return self._compute_bytes(token_id, first=True)
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._compute_bytes(token_id, first=False)
-        return found
+        return self._token_bytes.get(token_id, first=first)
 
     def is_lone_byte(self, token_id: int) -> bool:
         """Return True if a token stands for a byte of a character that has no token."""
-        return self._byte_fallback and bool(_BYTE_TOKEN.fullmatch(self.token_name(token_id)))
+        return self._token_bytes.is_lone_byte(token_id)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -292,11 +289,7 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """Return True if a token adds text: it is not special, and no row of padding."""
-        return (
-            0 <= token_id < 2**32
-            and token_id not in self._special_ids
-            and self._backend.id_to_token(token_id) is not None
-        )
+        return self._token_bytes.has_text(token_id)
 
     def token_name(self, token_id: int) -> str:
         """Return the vocabulary's name of a token, with text or without."""
@@ -307,72 +300,6 @@ class Tokenizer:
         """Characters of the longest token: m times as many characters take m tokens or more."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
-    @cached_property
-    def _anchor(self) -> int:
-        """A token to put in front of another, so that the other is not first."""
-        return next(
-            token
-            for token in range(self._backend.get_vocab_size())
-            if self.has_text(token) and self._backend.decode([token]).strip().isalnum()
-        )
-
-    def _compute_bytes(self, token_id: int, *, first: bool) -> bytes:
-        if not self.has_text(token_id):
-            return b""
-        name: str = self._backend.id_to_token(token_id)
-        if self._byte_level:
-            return _byte_level(name)
-        byte = _BYTE_TOKEN.fullmatch(name) if self._byte_fallback else None
-        if byte:
-            return bytes.fromhex(byte[1])
-        if first:
-            return self._decode(token_id)
-        return self._decode(self._anchor, token_id).removeprefix(self._decode(self._anchor))
-
-    def _decode(self, *token_ids: int) -> bytes:
-        text: str = self._backend.decode(list(token_ids))
-        return text.encode()
-
-
-def _plain_chat(messages: Sequence[Mapping[str, object]], options: TemplateOptions) -> str:
-    lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-    if options.continue_final_message:
-        return lines[:-1]
-    return lines + "assistant:" if options.add_generation_prompt else lines
-
-
-def _has_decoder(decoder: Any, kind: str) -> bool:
-    """Return True if a tokenizer's decoder, or one of a sequence of them, is of a kind."""
-    return decoder is not None and (
-        decoder["type"] == kind
-        or any(_has_decoder(part, kind) for part in decoder.get("decoders", ()))
-    )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for bytes.
-
-    Printable Latin-1 is itself; the other bytes have the characters from 256 on.
-    """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-_ALPHABET = _byte_alphabet()
-
-
-def _byte_level(name: str) -> bytes:
-    if all(char in _ALPHABET for char in name):
-        return bytes(_ALPHABET[char] for char in name)
-    return name.encode()  # an added token, written as it is
-
 
 def _is_unicode(text: str) -> bool:
     try:
@@ -380,24 +307,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise BadValue("messages must be a list with at least one message", param="messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise BadValue(
-                f"messages[{i}] must have a role and a content, both text", param=f"messages[{i}]"
-            )
-
-
-def _processor_template(directory: Path) -> str | None:
-    """Return the chat template that a multimodal model has beside its tokenizer; None without."""
-    path = directory / "chat_template.json"
-    if not path.is_file():
-        return None
-    template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    return template if isinstance(template, str) else None
