@@ -20,7 +20,8 @@ from specserve.drafters.branch_budget import MAX_BRANCHES
 from specserve.drafters.neural.draft_state import DraftState, DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.features.eagle.block_drafts import BlockDrafting, MaskRow, mask_row
-from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleInfo, EagleWeights
+from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleWeights
+from specserve.features.eagle.head_config import EagleInfo
 from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.features.eagle.states import TargetStates
 from specserve.grammar.matcher import GrammarCompiler

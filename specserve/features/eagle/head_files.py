@@ -15,12 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.features.eagle.checkpoint import (
-    FINGERPRINT,
-    NUM_TAPS,
-    EagleInfo,
-    EagleWeights,
-)
+from specserve.features.eagle.checkpoint import NUM_TAPS, EagleWeights
+from specserve.features.eagle.head_config import FINGERPRINT, EagleInfo
 from specserve.features.eagle.train_heads import (
     Teacher,
 )

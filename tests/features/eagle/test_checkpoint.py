@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from specserve import LLM, Sampling
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
-from specserve.features.eagle.checkpoint import EagleInfo, EagleWeights, require_eagle_for
+from specserve.features.eagle.checkpoint import EagleWeights, require_eagle_for
+from specserve.features.eagle.head_config import EagleInfo
 from specserve.models.checkpoints.weights import fingerprint
 from tests.support import checkpoints
 from tests.support.eagle_heads import HeadSizes, write_specforge, write_speculators
