@@ -1,4 +1,4 @@
-"""Values of single sampling parameters, parsed within their bounds or refused by name.
+"""Values of single sampling parameters, parsed within their bounds; others raise BadValue.
 
 It knows neither `Sampling`, which puts them together, nor grammars.
 """

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Protocol
 
 from specserve.api.continuation import OutputDelta
+from specserve.api.generation_request import Prompt
 from specserve.api.output_logprobs import (
     LOWEST_LOGPROB,
     CompletionLogprobs,
     chat_logprobs,
     token_text,
 )
-from specserve.api.parse import Prompt
 from specserve.api.prompt_logprobs import PromptLogprobsJson, blocks, to_json
 from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.parse import CallDelta, merge_deltas

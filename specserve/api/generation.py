@@ -11,8 +11,8 @@ from types import TracebackType
 from specserve.api.access import KeyUse
 from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
+from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
-from specserve.api.parse import GenerationRequest
 from specserve.api.rates import Reservation
 from specserve.api.service import Service
 from specserve.api.tokenizer import Tokenizer

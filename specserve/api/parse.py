@@ -6,9 +6,8 @@ A request that can never succeed is refused here.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -16,9 +15,10 @@ from specserve.api.adapter_registry import AdapterRegistry
 from specserve.api.best_of import BestOf
 from specserve.api.chat_schema import ChatBody, Message
 from specserve.api.chat_template import TemplateOptions
-from specserve.api.constraints import members, parse_constraint
+from specserve.api.generation_request import GenerationRequest, Prompt
 from specserve.api.reasoning.formats import PROMPT_TAIL, ModelReasoning, PromptReasoning
-from specserve.api.reasoning.grammar import BUDGET, reasoning_grammar
+from specserve.api.reasoning.grammar import with_reasoning
+from specserve.api.sampling_fields import max_tokens_of, parse_sampling
 from specserve.api.schema import CompletionBody, GenerationBody
 from specserve.api.service import ServedModel
 from specserve.api.template_options import parse_template_options
@@ -28,61 +28,19 @@ from specserve.api.tools.messages import to_template_messages
 from specserve.api.tools.offer import Offer, parse_offer
 from specserve.errors import BadRequest, BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.sampling_params import MAX_COUNT, Sampling
-from specserve.types import Adapter, Speculation
+from specserve.types import Adapter
 
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
-MAX_LOGPROBS = 3_000_000
-"""Logprobs of one response, of some 70 bytes each, that is not streamed; logprobs of its prompts,
-which are sent at once, streamed or not.
-"""
 MAX_TOKENIZE_CHARS = 100_000
 """Characters that /tokenize takes, whatever the context."""
 MAX_INLINE_CHARS = 20_000
 """Characters that the event loop may tokenize itself, in some 5 ms; more go to a thread."""
 MAX_INLINE_GRAMMAR = 2_000
 """Characters of a grammar that the event loop may check itself, in as long."""
-NESTED_FIELDS = ("max_tokens", "speculation", "response_format", "guided", "adapter")
-"""Fields of Sampling that are no copies of the body's; `model` names an adapter there."""
 DEFAULT_OPTIONS = TemplateOptions()
-FLAT_FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in NESTED_FIELDS)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, and the text of it that the answer begins with."""
-
-    ids: tuple[int, ...]
-    echo: str = ""
-    is_encoder_input: bool = False
-    shows_special: bool = False  # the text has the names of special tokens
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Tokens that the text continues; none if the prompt is encoder input."""
-        return () if self.is_encoder_input else self.ids
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One HTTP request for text.
-
-    Its continuations are `n` of the first prompt, then `n` of the second, and so on.
-    """
-
-    prompts: tuple[Prompt, ...]
-    sampling: Sampling
-    stream: bool
-    include_usage: bool  # in a chunk of its own; a response that is not streamed always has it
-    continuous_usage: bool = False  # in every chunk
-    return_token_ids: bool = False
-    request_id: str | None = None  # the client's, for the response's id
-    best_of: BestOf | None = None  # of the continuations, only that many are sent
-    call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
-    reasoning: PromptReasoning | None = None  # before the answer; None: no known format of it
-    adapter: Adapter | None = None  # that `model` names
 
 
 class RequestParser:
@@ -104,7 +62,7 @@ class RequestParser:
 
     async def completion(self, body: CompletionBody) -> GenerationRequest:
         adapter, best_of = self.find_adapter(body.model), BestOf.from_body(body)
-        sampling = self._sampling(body, best_of, default_max_tokens=16)
+        sampling = parse_sampling(body, self._served, best_of, default_max_tokens=16)
         if self._served.is_encoder_decoder:
             sampling.check_encoder_input()
         await _check_grammar(sampling)
@@ -123,13 +81,15 @@ class RequestParser:
             size,
             lambda: tuple(self._prompt(prompt, echo=sampling.echo, keep=keep) for prompt in given),
         )
-        return _generation_request(body, prompts, sampling, best_of=best_of, adapter=adapter)
+        return GenerationRequest.from_body(
+            body, prompts, sampling, best_of=best_of, adapter=adapter
+        )
 
     async def chat(self, body: ChatBody) -> GenerationRequest:
         """Parse a chat. Parameters are checked before anything is done with messages."""
         adapter = self.find_adapter(body.model)
         offer, best_of = parse_offer(body), BestOf.from_body(body)
-        sampling = self._sampling(body, best_of, default_max_tokens=MAX_COUNT)
+        sampling = parse_sampling(body, self._served, best_of, default_max_tokens=MAX_COUNT)
         if self._served.is_encoder_decoder:
             sampling.check_encoder_input()
         await _check_grammar(sampling)
@@ -140,18 +100,18 @@ class RequestParser:
         ids = ids if keep is None else ids[-keep:]
         self._check_prompt(ids, param="messages")
         reasoning = self._prompt_reasoning(ids)
-        sampling = _with_reasoning(
+        sampling = with_reasoning(
             sampling,
             reasoning,
             body.thinking_token_budget,
             answer_opens=offer is not None and self._call_format.format.is_channel,
         )
         sampling = replace(
-            sampling, max_tokens=_max_tokens(body, self._served.max_new_tokens(len(ids)))
+            sampling, max_tokens=max_tokens_of(body, self._served.max_new_tokens(len(ids)))
         )
         call_format = None if offer is None else offer.typed_format(self._call_format)
         prompt = Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
-        return _generation_request(
+        return GenerationRequest.from_body(
             body,
             (prompt,),
             sampling,
@@ -272,7 +232,7 @@ class RequestParser:
             )
         if self._served.is_encoder_decoder:
             return self._served.max_prompt_length
-        return max(1, self._served.max_context - _max_tokens(body, 1))
+        return max(1, self._served.max_context - max_tokens_of(body, 1))
 
     def _check_size(self, size: int, *, param: str, is_cut: bool = False) -> None:
         """Raise TooLong for more characters or ids than can fit in the context.
@@ -305,124 +265,6 @@ class RequestParser:
                 param=param,
             )
 
-    def _sampling(
-        self, body: GenerationBody, best_of: BestOf | None, *, default_max_tokens: int
-    ) -> Sampling:
-        given = {
-            name: value for name in FLAT_FIELDS if (value := getattr(body, name, None)) is not None
-        }
-        if body.cache_prompt is False and body.cache_salt is None:
-            given["cache_salt"] = secrets.token_hex()
-        speculation = None if body.speculation is None else body.speculation.model_dump()
-        sampling = Sampling(
-            max_tokens=_max_tokens(body, default_max_tokens),
-            speculation=speculation,
-            response_format=members(body.response_format),
-            guided=parse_constraint(body),
-            **given,
-        )
-        sampling.check_ids(self._served.vocab_size)
-        assert isinstance(sampling.speculation, Speculation)
-        gamma, most = sampling.speculation.gamma, self._served.max_gamma
-        if gamma is not None and gamma > most:
-            raise BadValue(
-                f"speculation.gamma must be at most {most}, not {str(gamma)[:30]}",
-                param="speculation.gamma",
-            )
-        _check_repeat_last_n(body, sampling)
-        return sampling if best_of is None else best_of.widen(sampling)
-
-
-def _check_prompt_logprobs(prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    """Raise BadValue for prompts of which one response would hold too many logprobs."""
-    counts = (sampling.prompt_logprobs, sampling.num_logprobs if sampling.echo else None)
-    each = sum(count + 1 for count in counts if count is not None)
-    num_logprobs = sum(len(prompt.ids) for prompt in prompts) * sampling.n * each
-    if num_logprobs > MAX_LOGPROBS:
-        raise BadValue(
-            f"the logprobs of the prompts come to {num_logprobs:,}, and {MAX_LOGPROBS:,} is the "
-            "most in one response; ask for fewer alternatives, or send fewer prompts",
-            param="logprobs" if sampling.prompt_logprobs is None else "prompt_logprobs",
-        )
-
-
-def _check_logprobs(num_continuations: int, sampling: Sampling, *, is_streamed: bool) -> None:
-    """Raise BadValue for logprobs of which one response would hold too many."""
-    if sampling.num_logprobs is None or is_streamed:
-        return
-    most = num_continuations * sampling.max_tokens * (sampling.num_logprobs + 1)
-    if most > MAX_LOGPROBS:
-        raise BadValue(
-            f"{num_continuations} continuations of up to {sampling.max_tokens} tokens with "
-            f"{sampling.num_logprobs} alternatives beside each come to {most:,} logprobs, and "
-            f"{MAX_LOGPROBS:,} is the most in one response; stream them, or ask for fewer",
-            param="logprobs",
-        )
-
-
-def _generation_request(
-    body: GenerationBody,
-    prompts: tuple[Prompt, ...],
-    sampling: Sampling,
-    *,
-    best_of: BestOf | None,
-    reasoning: PromptReasoning | None = None,
-    call_format: ModelCallFormat | None = None,
-    adapter: Adapter | None = None,
-) -> GenerationRequest:
-    stream, options = body.stream is True, body.stream_options
-    if options is not None and not stream:
-        raise BadValue("stream_options goes with stream true", param="stream_options")
-    _check_logprobs(len(prompts) * sampling.n, sampling, is_streamed=stream)
-    _check_prompt_logprobs(prompts, sampling)
-    if not sampling.skip_special_tokens:
-        prompts = tuple(replace(prompt, shows_special=True) for prompt in prompts)
-    return GenerationRequest(
-        prompts,
-        sampling,
-        stream,
-        include_usage=options is not None and options.include_usage is True,
-        continuous_usage=options is not None and options.continuous_usage_stats is True,
-        return_token_ids=body.return_token_ids is True,
-        request_id=body.request_id,
-        best_of=best_of,
-        adapter=adapter,
-        call_format=call_format,
-        reasoning=reasoning,
-    )
-
-
-def _check_repeat_last_n(body: GenerationBody, sampling: Sampling) -> None:
-    """Raise BadValue for penalties on a part of the text; they look at all of it."""
-    has_penalties = (
-        sampling.repetition_penalty != 1
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-    )
-    if body.repeat_last_n not in (None, -1) and has_penalties:
-        raise BadValue(
-            "repeat_last_n must be -1: penalties look at the whole text", param="repeat_last_n"
-        )
-
-
-def _max_tokens(body: GenerationBody, default: int) -> int:
-    """Return max_tokens, given by either name. An error names the name that was used."""
-    if body.max_completion_tokens is None:
-        return default if body.max_tokens is None else body.max_tokens
-    if body.max_tokens not in (None, body.max_completion_tokens):
-        raise BadValue(
-            "max_tokens and max_completion_tokens say the same thing; give one of them",
-            param="max_completion_tokens",
-        )
-    can_be_empty = getattr(body, "echo", None) or body.prompt_logprobs is not None
-    if body.max_completion_tokens < (0 if can_be_empty else 1):
-        raise BadValue(
-            "max_completion_tokens must be a whole number, 1 or more, "
-            "or 0 with echo or prompt_logprobs",
-            param="max_completion_tokens",
-        )
-    return body.max_completion_tokens
-
 
 def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
     """Return a list of prompts; one text or one list of ids is one prompt."""
@@ -431,34 +273,6 @@ def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | li
     ids = [token for token in given if isinstance(token, int)]
     prompts = [prompt for prompt in given if not isinstance(prompt, int)]
     return prompts or [ids]
-
-
-def _with_reasoning(
-    sampling: Sampling,
-    reasoning: PromptReasoning | None,
-    budget: int | None,
-    *,
-    answer_opens: bool,
-) -> Sampling:
-    """Let the grammar of the answer begin after the reasoning, whose tokens may have a limit."""
-    budget = None if budget == -1 else budget
-    if budget is not None and reasoning is None:
-        raise BadValue(
-            f"{BUDGET} is not supported: this model's template shows no known form of reasoning",
-            param=BUDGET,
-        )
-    if budget is not None and sampling.ignore_eos:
-        raise BadValue(
-            f"{BUDGET} and ignore_eos exclude one another: a text with a limit on its reasoning "
-            "follows a grammar, and ends where that does",
-            param=BUDGET,
-        )
-    if reasoning is None:
-        return sampling
-    text = reasoning_grammar(reasoning, sampling.grammar, budget, answer_opens=answer_opens)
-    if text is None:
-        return sampling
-    return replace(sampling, response_format=None, guided={"grammar": text})
 
 
 async def _check_grammar(sampling: Sampling) -> None:

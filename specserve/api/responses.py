@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from specserve.api.choices import Choice, ResponseKind
 from specserve.api.continuation import OutputDelta
 from specserve.api.generation import Generation
+from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
-from specserve.api.parse import GenerationRequest
 from specserve.api.prompt_logprobs import to_json
 from specserve.api.tokenizer import Tokenizer
 from specserve.types import Stats

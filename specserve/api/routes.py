@@ -18,9 +18,9 @@ from specserve.api.chat_schema import ChatBody, TokenizeBody
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
+from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
 from specserve.api.model_directory import ModelBackend, ModelDirectory
-from specserve.api.parse import GenerationRequest
 from specserve.api.request_spans import TRACE_CONTEXT
 from specserve.api.response_items.answer import RESPONSE, ItemsResponse
 from specserve.api.response_items.body import ResponsesBody

@@ -1,4 +1,4 @@
-"""What each token adds to a text, in bytes. Knows the tokenizers library; no texts, no chats."""
+"""Bytes that each token adds to a text. Knows the tokenizers library; no texts, no chats."""
 
 from __future__ import annotations
 

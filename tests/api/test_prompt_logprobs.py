@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.api import parse
+from specserve.api import generation_request
 from specserve.api.prompt_logprobs import BLOCK, blocks
 from specserve.types import PromptLogprobs
 from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, serving
@@ -174,7 +174,7 @@ def test_lm_evaluation_harness_gets_the_loglikelihoods_of_a_batch(
 def test_a_response_of_too_many_prompt_logprobs_is_refused_streamed_or_not(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parse, "MAX_LOGPROBS", 100)
+    monkeypatch.setattr(generation_request, "MAX_LOGPROBS", 100)
     prompt = [5] * 10
     fits = {"prompt": prompt, "prompt_logprobs": 9, "max_tokens": 0}
     assert server.ask("/v1/completions", fits).status == 200

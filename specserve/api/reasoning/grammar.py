@@ -9,14 +9,44 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from specserve.api.reasoning.formats import PromptReasoning, PromptState
 from specserve.api.tools.grammar import ANY_TEXT
 from specserve.errors import BadValue
 from specserve.grammar.validate import library_grammar
+from specserve.sampling_params import Sampling
 from specserve.types import Grammar
 
 BUDGET = "thinking_token_budget"
+
+
+def with_reasoning(
+    sampling: Sampling,
+    reasoning: PromptReasoning | None,
+    budget: int | None,
+    *,
+    answer_opens: bool,
+) -> Sampling:
+    """Let the grammar of the answer begin after the reasoning, whose tokens may have a limit."""
+    budget = None if budget == -1 else budget
+    if budget is not None and reasoning is None:
+        raise BadValue(
+            f"{BUDGET} is not supported: this model's template shows no known form of reasoning",
+            param=BUDGET,
+        )
+    if budget is not None and sampling.ignore_eos:
+        raise BadValue(
+            f"{BUDGET} and ignore_eos exclude one another: a text with a limit on its reasoning "
+            "follows a grammar, and ends where that does",
+            param=BUDGET,
+        )
+    if reasoning is None:
+        return sampling
+    text = reasoning_grammar(reasoning, sampling.grammar, budget, answer_opens=answer_opens)
+    if text is None:
+        return sampling
+    return replace(sampling, response_format=None, guided={"grammar": text})
 
 
 def reasoning_grammar(

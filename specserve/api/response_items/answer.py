@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from specserve.api.choices import ChatChoice, ResponseKind
 from specserve.api.generation import Generation
+from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
-from specserve.api.parse import GenerationRequest
 from specserve.api.prompt_logprobs import to_json
 from specserve.api.refusal import INTERNAL, Refusal, log_redacted
 from specserve.api.response_items.body import ResponsesBody
