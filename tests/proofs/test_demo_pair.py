@@ -50,12 +50,12 @@ def test_both_models_together_take_at_most_16_megabytes() -> None:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculative_text_is_plain_text_bit_for_bit_alone_and_in_a_batch(
-    prompts: list[list[int]], temperature: float
+    prompts: list[list[int]],
 ) -> None:
+    """Greedy and seeded requests share batches; in batches alone the plain texts are quick."""
     sampling = [
-        Sampling(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        Sampling(max_tokens=MAX_TOKENS, temperature=float(seed % 2), seed=seed, ignore_eos=True)
         for seed in range(PROMPTS)
     ]
     keys: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_speculative_text_is_plain_text_bit_for_bit_alone_and_in_a_batch(
         "draft.threads": 1,
     }
     with LLM(**{**keys, "speculation.gamma": 0}) as llm:
-        plain = generate(llm, prompts, sampling, together=1)
+        plain = generate(llm, prompts, sampling, together=16)
     with LLM(**{**keys, "speculation.gamma": 5}) as llm:
         assert generate(llm, prompts, sampling, together=1) == plain
         assert generate(llm, prompts, sampling, together=16) == plain
