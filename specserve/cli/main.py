@@ -29,6 +29,8 @@ from specserve.tools import count_ngrams
 from specserve.tools.bench.options import BenchOptions
 from specserve.tools.plan.options import PlanOptions
 
+INTERRUPTED = 130  # exit code, as of a shell's command that SIGINT ends
+
 if TYPE_CHECKING:
     from specserve.checkpoint_files import Checkpoints
     from specserve.llm.llm import Output
@@ -68,7 +70,7 @@ def run_command(parser: Parser, command: Command, arguments: Sequence[str] | Non
         text = f"{error.filename or 'the system'}: {error.strerror or error}"
         return _print_error(parser.prog, text, code=1)
     except KeyboardInterrupt:
-        return _print_error(parser.prog, "interrupted", code=1)
+        return _print_error(parser.prog, "interrupted", code=INTERRUPTED)
 
 
 def generate(options: argparse.Namespace) -> None:

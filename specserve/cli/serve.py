@@ -12,6 +12,7 @@ from specserve.cli.status_display import draw_status, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
+from specserve.cluster.preflight import require_possible_here
 from specserve.cluster.ray_session import ray_session, require_free_port
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
@@ -62,7 +63,7 @@ def serve_until_ended(
 
 
 def _check_first(config: Config, say: Say, *, join: str | None) -> None:
-    """Say what is not pinned, and raise if there is no place to serve at.
+    """Say what is not pinned, and raise if there is no place to serve at, or for what is served.
 
     Call it before the fork server starts, which holds this process's output until its imports are
     done.
@@ -71,6 +72,7 @@ def _check_first(config: Config, say: Say, *, join: str | None) -> None:
         say(f"warning: {model}")
     if join is None:
         require_free_port(config)
+        require_possible_here(config)
     else:
         require_answer(resolve(join))
 
@@ -123,25 +125,23 @@ def _signals_as_interrupts() -> Iterator[None]:
 def _show_status(config: Config, url: str, say: Say, console: Console) -> None:
     """Say that the server is ready, and show its status until the process is interrupted."""
     names = [part.model for part in config.each_model]
-    board, example = handle(config, "Board"), _example(url, names[0])
+    board, command = handle(config, "Board"), example(url, names[0])
     # A reader of "ready" may end this process at once.
     with contextlib.suppress(KeyboardInterrupt):
         say(f"ready {url}")
-        say(example)
+        say(" ".join(command))
         if console.is_interactive:
             draw_status(
                 board,
                 console,
                 title=f"specserve   {', '.join(names)}   {url}",
-                hints=(example, "Ctrl-C ends it"),
+                hints=(" \\\n  ".join(command), "Ctrl-C ends it"),
             )
         else:
             print_status(board, say)
 
 
-def _example(url: str, model: str) -> str:
-    body = (
-        f'{{"model": "{model}", "prompt": "def read_lines(path):", '
-        '"max_tokens": 48, "temperature": 0}'
-    )
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+def example(url: str, model: str) -> tuple[str, str]:
+    """Return a command to try, in two parts that a terminal of 80 columns holds."""
+    body = f'{{"model": "{model}", "prompt": "def read_lines(path):", "max_tokens": 48}}'
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json'", f"-d '{body}'"

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from specserve.cluster.cluster_address import running_clusters
 from specserve.cluster.placement import (
     NodeResources,
-    bundles_beside,
-    check_fits,
-    first_bundles,
     gateway_bundle,
+    require_places,
     with_drafts_that_fit,
 )
 from specserve.cluster.proxy_settings import HA_PROXY, PROXY_PORTS
@@ -94,20 +92,10 @@ def _inspect_joined(config: Config, address: str) -> tuple[bool, Mapping[str, fl
 def _refusal(
     config: Config, nodes: tuple[NodeResources, ...], serve: ServeInstance | None
 ) -> str | None:
-    num_gpus = sum(node.total.get("GPU", 0.0) for node in nodes)
-    has_gpus = num_gpus > 0
     try:
         if serve is not None:
             serve.require_place(config, replace=False)
-        fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
-        wanted, replicas = first_bundles(fitted, has_gpus=has_gpus)
-        check_fits(
-            wanted,
-            nodes,
-            replicas=replicas,
-            gateway=gateway_bundle(config),
-            beside=bundles_beside(config, has_gpus=has_gpus),
-        )
+        require_places(config, nodes, gateway=gateway_bundle(config))
     except ConfigError as error:
         return str(error)
     return None

@@ -95,7 +95,7 @@ def require_on_a_node(
             trouble = find_trouble(node.node, model.path)
             if trouble is None:
                 return
-            troubles.append(f"{node.address}: {trouble}")
+            troubles.append(f"{node.address}: it {trouble}")
     if troubles:
         raise ModelNotFound(
             f"{model.key} {model.path} is on no node that could hold the {model.bundle.name} "
@@ -105,14 +105,14 @@ def require_on_a_node(
 
 
 def path_trouble(path: str, *, is_checkpoint: bool) -> str | None:
-    """Return what is wrong with a path on this node."""
+    """Return what is wrong with a path on this node, or None if nothing is."""
     found = Path(path).expanduser()
     if not found.exists():
-        return "it does not exist"
+        return "does not exist"
     if is_checkpoint and not found.is_dir():
-        return "it is a file"
+        return "is a file"
     if is_checkpoint and not (found / "config.json").is_file():
-        return "it has no config.json"
+        return "has no config.json"
     return None
 
 

@@ -243,6 +243,16 @@ def gateway_bundle(config: Config) -> Bundle:
     return Bundle("gateway", {"CPU": GATEWAY_CPUS}, config.http.label_selector)
 
 
+def require_places(config: Config, nodes: Sequence[NodeResources], *, gateway: Bundle) -> None:
+    """Raise ConfigError if the nodes cannot hold what starts first."""
+    num_gpus = sum(node.total.get("GPU", 0.0) for node in nodes)
+    has_gpus = num_gpus > 0
+    fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
+    wanted, replicas = first_bundles(fitted, has_gpus=has_gpus)
+    beside = bundles_beside(config, has_gpus=has_gpus)
+    check_fits(wanted, nodes, replicas=replicas, gateway=gateway, beside=beside)
+
+
 def check_fits(
     wanted: tuple[Bundle, ...],
     nodes: Sequence[NodeResources],

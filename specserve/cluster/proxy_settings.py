@@ -20,6 +20,9 @@ SERVE_SETTINGS = {
     # With the default of 30 s Ctrl-C would take as long.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
+    # Serve waits a minute for its proxies, but ends one that is not ready within three times this;
+    # on a machine that is busy with other work its imports alone take longer than the 5 s set.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     header_encoding.SETTING: header_encoding.IMPORT_PATH,
 }
 PROXY_PORTS = (

@@ -17,12 +17,12 @@ from specserve.cluster.placement import (
     Bundle,
     bundles,
     bundles_beside,
-    check_fits,
-    first_bundles,
     gateway_bundle,
-    with_drafts_that_fit,
+    require_places,
 )
+from specserve.cluster.port_owner import port_owner
 from specserve.cluster.proxy_settings import proxy_ports, proxy_settings, serve_settings
+from specserve.cluster.ray_guard import RayGuard
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
 
@@ -69,7 +69,10 @@ def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.Exi
     stack.enter_context(_environment(proxy_ports(excluded=config.http.port)))
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
     stack.enter_context(_environment(proxy_settings(config, directory)))
-    _start_local(_num_cpus(config))
+    guard = RayGuard(directory)
+    stack.callback(guard.close)
+    with guard.group():
+        _start_local(_num_cpus(config))
 
 
 def _start_local(num_cpus: int) -> None:
@@ -78,6 +81,8 @@ def _start_local(num_cpus: int) -> None:
 
     try:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+    except SystemExit as error:  # of Ray's own handler of SIGTERM
+        raise KeyboardInterrupt from error
     except Exception as error:  # Ray raises a plain one after half a minute of waiting
         raise Unavailable(
             f"Ray did not start on this machine: {first_line(error)} "
@@ -112,17 +117,8 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
 
     until = time.monotonic() + RELEASE_S
     while True:
-        found = cluster_resources()
-        fitted, has_gpus = with_drafts_that_fit(config, num_gpus=found.num_gpus), found.num_gpus > 0
-        wanted, replicas = first_bundles(fitted, has_gpus=has_gpus)
         try:
-            check_fits(
-                wanted,
-                found.nodes,
-                replicas=replicas,
-                gateway=gateway,
-                beside=bundles_beside(config, has_gpus=has_gpus),
-            )
+            require_places(config, cluster_resources().nodes, gateway=gateway)
         except ConfigError:
             if time.monotonic() > until:
                 raise
@@ -153,8 +149,10 @@ def require_free_port(config: Config) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            owner = port_owner(port)
+            listens = "" if owner is None else f", {owner} listens there"
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; "
+                f"cannot listen on {host}:{port}: {error.strerror or error}{listens}; "
                 "choose another with --port (http.port), or end what listens there"
             ) from error
 

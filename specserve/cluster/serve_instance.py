@@ -145,7 +145,7 @@ def delete_application(
         if all(deployment in FRONT for deployment in left):
             until = min(until, clock() + LAST_ANSWERS_S)
         if clock() > until:
-            say("not all of the server has ended; the rest is stopped, with any requests under way")
+            say("not all of the server has ended by itself; the rest is stopped")
             return
         time.sleep(POLL_S)
 

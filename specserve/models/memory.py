@@ -91,8 +91,7 @@ def require_room(directory: Path, num_bytes: int, *, device: torch.device, ranks
         )
 
 
-def num_pages_for(
-    memory_bytes: int,
+def page_bytes(
     *,
     num_layers: int,
     kv_heads: int,
@@ -101,18 +100,33 @@ def num_pages_for(
     page_size: int = 16,
     v_head_dim: int | None = None,
 ) -> int:
-    """Return how many KV cache pages with these options fit into a memory budget.
+    """Return the bytes of a page of the KV cache, in all layers."""
+    return (
+        num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
+    )
+
+
+def num_pages_for(memory_bytes: int, page: int, *, page_size: int) -> int:
+    """Return how many pages of `page` bytes fit into a memory budget.
 
     Raises TooLittleMemory when not one does.
     """
-    page_bytes = (
-        num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
-    )
-    if memory_bytes < page_bytes:
+    if memory_bytes < page:
         raise TooLittleMemory(
             f"a cache of {memory_bytes / 2**20:.1f} MiB does not hold a single page of "
-            f"{page_size} positions ({page_bytes / 2**20:.1f} MiB); "
+            f"{page_size} positions ({page / 2**20:.1f} MiB); "
             "free memory, raise cache.memory_fraction or target.tensor_parallel, "
             "or use a smaller model"
         )
-    return memory_bytes // page_bytes
+    return memory_bytes // page
+
+
+def require_memory_for_pages(pages: int, page: int, device: torch.device) -> None:
+    """Raise TooLittleMemory if that many pages of `page` bytes cannot be had."""
+    free = free_memory(device)
+    if pages * page > free:
+        raise TooLittleMemory(
+            f"cache.pages {pages:,} take {pages * page / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB of {device.type} memory are free; lower it, or leave it out "
+            "for as many as fit"
+        )

@@ -55,6 +55,8 @@ from specserve.models.memory import (
     free_memory,
     keep_freed_memory,
     num_pages_for,
+    page_bytes,
+    require_memory_for_pages,
     require_room,
 )
 from specserve.models.network import (
@@ -309,18 +311,23 @@ class _Opening:
         the least memory.
         """
         options, device, shard = self.options, self.device, self.shard
+        page = page_bytes(
+            num_layers=spec.num_layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=self.page_dtype,
+            page_size=options.page_size,
+        )
         if options.pages:
+            require_memory_for_pages(options.pages, page, device)
             return options.pages
         # Ranks on CPUs may share one memory.
         sharers = 1 if device.type == "cuda" else self.num_ranks
         reserved += options.adapter_bytes * (self.num_ranks if device.type == "cpu" else 1)
         pages = num_pages_for(
             int((free_memory(device) - reserved) * options.memory_fraction) // sharers,
-            num_layers=spec.num_layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            dtype=self.page_dtype,
+            page,
             page_size=options.page_size,
         )
         pages = max(1, pages - num_spare_pages(device))

@@ -321,6 +321,12 @@ def gathered_plan(config: Any) -> Mapping[str, str]:
     return {pattern: GATHERED_STYLES.get(style, style) for pattern, style in plan.items()}
 
 
+def require_even_heads(num_heads: int, size: int) -> None:
+    """Raise NoShardingPlan unless `size` ranks can have the same number of attention heads."""
+    if num_heads % size != 0:
+        raise NoShardingPlan(f"{num_heads} attention heads cannot be shared evenly by {size} ranks")
+
+
 def check_plan(config: Any, size: int) -> None:
     """Raise NoShardingPlan unless `size` ranks can share a model of this config.
 
@@ -334,10 +340,7 @@ def check_plan(config: Any, size: int) -> None:
             "cannot share; serve them with tensor_parallel 1"
         )
     plan, heads = plan_for(config), HeadCounts.from_config(config)
-    if heads.query % size != 0:
-        raise NoShardingPlan(
-            f"{heads.query} attention heads cannot be shared evenly by {size} ranks"
-        )
+    require_even_heads(heads.query, size)
     cuts = [STYLES[style].weight for style in plan.values()]
     can_repeat = size % heads.kv == 0 and any(
         cut is not None and KV_HEADS in cut.parts for cut in cuts

@@ -238,4 +238,4 @@ def test_a_cache_that_holds_no_page_names_the_key() -> None:
     with pytest.raises(
         TooLittleMemory, match=r"single page of 16 positions.*raise cache.memory_fraction"
     ):
-        num_pages_for(10, num_layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
+        num_pages_for(10, 1024, page_size=16)

@@ -173,12 +173,13 @@ def test_an_empty_prompt_is_bad_usage(
 
 
 @pytest.mark.parametrize(
-    ("error", "complaint"),
-    [(OutOfPages("no room"), "no room"), (KeyboardInterrupt(), "interrupted")],
+    ("error", "complaint", "code"),
+    [(OutOfPages("no room"), "no room", 1), (KeyboardInterrupt(), "interrupted", 130)],
 )
-def test_a_failure_is_one_clear_line_and_exit_code_1(
+def test_a_failure_is_one_clear_line_and_an_exit_code(
     error: BaseException,
     complaint: str,
+    code: int,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -186,7 +187,7 @@ def test_a_failure_is_one_clear_line_and_exit_code_1(
         raise error
 
     monkeypatch.setattr("specserve.cli.main.generate_text", fail)
-    assert main(["generate", "--prompt", "a"]) == 1
+    assert main(["generate", "--prompt", "a"]) == code
     assert capsys.readouterr().err == f"specserve: {complaint}\n"
 
 

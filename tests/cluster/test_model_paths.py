@@ -42,7 +42,7 @@ def test_a_path_that_one_fitting_node_has_is_taken_and_one_that_none_has_is_refu
 
     def lack(node: str, path: str) -> str | None:
         asked.append(node)
-        return "it does not exist"
+        return "does not exist"
 
     with pytest.raises(
         ModelNotFound, match=r"/models/big is on no node that could hold the target"
@@ -55,9 +55,9 @@ def test_a_path_that_one_fitting_node_has_is_taken_and_one_that_none_has_is_refu
 
 def test_a_checkpoint_is_a_directory_with_a_config(tmp_path: Path) -> None:
     (file := tmp_path / "tables").touch()
-    assert path_trouble(str(tmp_path / "no"), is_checkpoint=False) == "it does not exist"
-    assert path_trouble(str(file), is_checkpoint=True) == "it is a file"
-    assert path_trouble(str(tmp_path), is_checkpoint=True) == "it has no config.json"
+    assert path_trouble(str(tmp_path / "no"), is_checkpoint=False) == "does not exist"
+    assert path_trouble(str(file), is_checkpoint=True) == "is a file"
+    assert path_trouble(str(tmp_path), is_checkpoint=True) == "has no config.json"
     assert path_trouble(str(file), is_checkpoint=False) is None
     assert path_trouble(str(DEMO / "target"), is_checkpoint=True) is None
 

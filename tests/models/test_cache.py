@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from specserve.errors import OutOfPages, TooLittleMemory
 from specserve.models.cache import Fork, PagedCache
-from specserve.models.memory import num_pages_for
+from specserve.models.memory import num_pages_for, page_bytes
 
 PAGE, LAYERS = 4, 2
 
@@ -522,12 +522,13 @@ def test_pages_for_a_budget_really_take_that_much() -> None:
         "page_size": 16,
         "v_head_dim": 4,
     }
-    num_pages = num_pages_for(100_000, dtype=torch.bfloat16, **options)
+    page = page_bytes(dtype=torch.bfloat16, **options)
+    num_pages = num_pages_for(100_000, page, page_size=16)
     cache = PagedCache(num_pages=num_pages, dtype=torch.bfloat16, device="cpu", **options)
     taken = sum(pool.numel() * pool.element_size() for pool in [*cache.keys, *cache.values])
     assert taken <= 100_000 < taken * (num_pages + 1) / num_pages
     with pytest.raises(TooLittleMemory, match="does not hold a single page"):
-        num_pages_for(taken // num_pages - 1, dtype=torch.bfloat16, **options)
+        num_pages_for(taken // num_pages - 1, page, page_size=16)
 
 
 def test_a_decode_step_costs_microseconds() -> None:

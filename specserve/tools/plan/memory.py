@@ -29,7 +29,7 @@ from specserve.models.device_formats import (
     resolve_device,
     resolve_page_dtype,
 )
-from specserve.models.memory import num_pages_for
+from specserve.models.memory import num_pages_for, page_bytes
 
 GIB = 2**30
 GPUS = {
@@ -257,16 +257,16 @@ def _fit(
     free = int(gpus.gib * GIB) - share.weight_bytes
     if free <= 0:
         return PlannedFit(ranks, share, reason="the weights alone are too large")
+    page = page_bytes(
+        num_layers=spec.num_layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        dtype=resolve_page_dtype(model, "auto", plan.dtype, torch.device("cuda", 0)),
+        page_size=plan.page_size,
+    )
     try:
-        pages = num_pages_for(
-            int(free * plan.memory_fraction),
-            num_layers=spec.num_layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            dtype=resolve_page_dtype(model, "auto", plan.dtype, torch.device("cuda", 0)),
-            page_size=plan.page_size,
-        )
+        pages = num_pages_for(int(free * plan.memory_fraction), page, page_size=plan.page_size)
     except TooLittleMemory:
         pages = 0
     sequences = pages // -(-plan.context // plan.page_size)

@@ -1,0 +1,118 @@
+"""Refuse, before a Ray of our own starts, what cannot be served on this machine.
+
+It reads names of files, config.json and numbers of the config, without the library, whose import
+takes seconds. What it lets pass is examined in full beside Ray's start (`checkpoint_check`) and by
+the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specserve.api.keys import ApiKeys
+from specserve.cluster.model_paths import local_models, path_trouble
+from specserve.cluster.placement import NodeResources, gateway_bundle, require_places
+from specserve.cluster.ray_session import default_resources
+from specserve.config.tree import Config
+from specserve.errors import ModelNotFound, TooLittleMemory
+from specserve.host_memory import available_memory
+from specserve.models.plans import require_even_heads
+
+BYTES_A_PARAMETER = 2
+"""Fewest bytes that a parameter of a widened checkpoint takes, on the disk and in memory."""
+
+
+def require_possible_here(config: Config) -> None:
+    """Raise ConfigError, ModelNotFound, NoShardingPlan or TooLittleMemory for what cannot be.
+
+    Places with labels are left to Ray, which gives its nodes some of its own.
+    """
+    if config.http.api_keys_file is not None:
+        ApiKeys.from_file(Path(config.http.api_keys_file))
+    num_gpus = _num_gpus()
+    here = default_resources(config, num_gpus=num_gpus)
+    if not _has_labels(config):
+        node = NodeResources("this machine", here, here, {})
+        require_places(config, (node,), gateway=gateway_bundle(config))
+    for part in config.each_model:
+        for model in local_models(part, has_gpus=num_gpus > 0):
+            if (trouble := path_trouble(model.path, is_checkpoint=model.is_checkpoint)) is not None:
+                raise ModelNotFound(
+                    f"{model.key} {model.path} {trouble}; give a directory with config.json and "
+                    "safetensors files, or a hub name such as owner/model",
+                    param=model.key,
+                )
+        described = _described(part.target.path)
+        if isinstance(heads := described.get("num_attention_heads"), int):
+            require_even_heads(heads, part.target.tensor_parallel)
+        if part.target.device == "cpu" or not num_gpus:
+            _require_memory(part, described)
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that a Ray started here would find."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager: Any = get_accelerator_manager_for_resource("GPU")  # Ray has one of every kind
+    visible = manager.get_current_process_visible_accelerator_ids()
+    there: int = manager.get_current_node_num_accelerators()
+    return there if visible is None else min(there, len(visible))
+
+
+def _has_labels(config: Config) -> bool:
+    return bool(config.http.label_selector) or any(
+        part.target.label_selector or part.draft.label_selector for part in config.each_model
+    )
+
+
+def _described(path: str) -> Mapping[str, object]:
+    """Return the text model's part of config.json; nothing if it cannot be read here."""
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    text = found.get("text_config", found) if isinstance(found, dict) else {}
+    return text if isinstance(text, dict) else {}
+
+
+def _require_memory(config: Config, described: Mapping[str, object]) -> None:
+    """Raise TooLittleMemory for a size of the demo, or a number of pages, beyond this machine."""
+    free = available_memory()
+    if (config.demo.size or 0) * BYTES_A_PARAMETER > free:
+        raise TooLittleMemory(
+            f"demo.size {config.demo.size:,} takes "
+            f"{_gib((config.demo.size or 0) * BYTES_A_PARAMETER)} of memory, and {_gib(free)} are "
+            "free; choose a smaller one"
+        )
+    pages = (config.cache.pages or 0) * config.cache.page_size * _position_bytes(described)
+    if pages > free:
+        raise TooLittleMemory(
+            f"cache.pages {config.cache.pages:,} take {_gib(pages)} of memory or more, and "
+            f"{_gib(free)} are free; lower it, or leave it out for as many as fit"
+        )
+
+
+def _position_bytes(described: Mapping[str, object]) -> int:
+    """Return the fewest bytes that keys and values of one position can take; 0 if not known.
+
+    That is a byte for a number, in each layer that does not share the keys of another.
+    """
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    sizes = [size for name in names if isinstance(size := described.get(name), int) and size > 0]
+    if len(sizes) < len(names) or "num_kv_shared_layers" in described:
+        return 0
+    layers, heads, hidden = sizes
+    kv_heads, head_dim = described.get("num_key_value_heads"), described.get("head_dim")
+    return (
+        2
+        * layers
+        * (kv_heads if isinstance(kv_heads, int) else heads)
+        * (head_dim if isinstance(head_dim, int) else hidden // heads)
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
