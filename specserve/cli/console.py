@@ -126,7 +126,7 @@ class StatusScreen:
         yield Text(f"{self._title}   up {_duration(now - self._start)}", "bold")
         yield _health(status, missing)
         if status is not None:
-            yield from (Text(f"draft {where}", "dim") for where in status.draft_placements)
+            yield from (Text(f"draft {where}", "dim") for where in _placements(status))
             yield from (Text(_pool_line(pool), "dim") for pool in status.pools)
         yield Text()
         if self._figures is not None:
@@ -154,8 +154,8 @@ class StatusLine:
         if line == self._line:
             return None
         self._line = line
-        if status.draft_placements != self._placements:
-            self._placements = status.draft_placements
+        if (placements := _placements(status)) != self._placements:
+            self._placements = placements
             return f"{line}; draft {'; '.join(self._placements)}"
         return line
 
@@ -175,6 +175,11 @@ class StatusLine:
         if drafted:
             parts.append(f"{accepted / drafted:.0%} of drafts accepted")
         return ", ".join(parts)
+
+
+def _placements(status: Status) -> tuple[str, ...]:
+    """Return where the drafts live, without the rates for which it was chosen (`/health`)."""
+    return tuple(where.partition(", expected")[0] for where in status.draft_placements)
 
 
 def total(merged: Snapshot, name: str) -> float:

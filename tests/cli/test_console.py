@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import shlex
 import signal
 import struct
 import subprocess
@@ -21,6 +22,8 @@ from rich.console import Console
 
 from specserve.api.service import Status
 from specserve.cli.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
+from specserve.cli.serve import example
+from specserve.engine.draft_placement import PlacementChoice
 from specserve.metrics import Registry, Snapshot
 
 # A process of its own, as `specserve serve` is one: Ctrl-C reaches it through the terminal.
@@ -135,13 +138,16 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     screen = StatusScreen(title=title, hints=("curl it",))
     screen.render(status(snapshot()))
     served = snapshot(drafts=10, accepted=(8, 5), hits=9, misses=1)
-    trouble, apart = ("the draft is\nbeing restarted",), ("apart, expected to reach 9 tokens/s",)
+    trouble, apart = (
+        ("the draft is\nbeing restarted",),
+        (PlacementChoice("apart", (1,), (4,), (9,)).reason,),
+    )
     losses = ("draft: killed\nby a signal",)
     shown = status(served, troubles=trouble, draft_placements=apart, losses=losses)
     lines = page(screen, shown)
     assert lines[0].startswith(f"{title}   up 0:00:0")
     assert lines[1] == "healthy, one engine or more in trouble"
-    assert lines[2] == "draft apart, expected to reach 9 tokens/s"
+    assert lines[2] == "draft apart"
     rows = {line[:16].strip(): line[16:] for line in lines}
     assert rows["requests"] == "2 running, 0 waiting, 0 done, 3 failed (429: 3)"
     assert rows["accepted"] == "32% of drafts, 1.30 a proposal (gamma 0.0)"
@@ -152,6 +158,14 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     assert rows["last of"] == "draft: killed by a signal", "restarts are shown with their reason"
     assert [line for line in lines if line.endswith("  the draft is being restarted")]
     assert lines[-1] == "curl it"
+
+
+def test_the_command_to_try_is_whole_on_a_terminal_of_80_columns() -> None:
+    hint = " \\\n  ".join(example("http://127.0.0.1:8000", "demo"))
+    screen = StatusScreen(title="", hints=(hint,))
+    shown = page(screen, status(snapshot()))
+    assert shlex.split("\n".join(shown[-2:])) == shlex.split(hint)
+    assert max(map(len, shown[-2:])) <= 80
 
 
 def test_a_line_says_once_where_the_draft_lives() -> None:
