@@ -103,13 +103,16 @@ def _start_progress(say: Say, console: Console) -> Iterator[Say]:
 
 @contextlib.contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT and SIGTERM.
+    """Raise KeyboardInterrupt on SIGINT, and on the first SIGTERM.
 
     Enter this once Ray has installed its own handlers. SIGINT is included because a shell that
-    starts us in the background ignores it.
+    starts us in the background ignores it. `timeout` sends SIGTERM twice, to us and to our group;
+    the second would interrupt what the first has begun.
     """
 
     def interrupt(number: int, frame: object) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = {

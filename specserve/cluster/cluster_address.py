@@ -5,6 +5,7 @@ Starts nothing. Ray itself would wait for 40 s before it says that nothing answe
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,22 @@ def running_clusters() -> tuple[str, ...]:
 
 
 def require_answer(address: str) -> None:
-    """Raise Unavailable if no Ray cluster answers there, or it does not accept our token."""
+    """Raise Unavailable if no Ray cluster answers there, or it does not accept our token.
+
+    Where RAY_AUTH_MODE does not say otherwise, a cluster that wants a token gets the one that Ray
+    finds here, as `ray start` does with it.
+    """
+    refusal = _refusal(address)
+    if refusal is not None and _uses_token_that_lies_here():
+        refusal = _refusal(address)
+    if refusal is not None:
+        raise Unavailable(
+            f"the Ray cluster at {address} did not accept the token: {refusal}; {TOKEN_REMEDY}"
+        )
+
+
+def _refusal(address: str) -> str | None:
+    """Return why a cluster does not accept our token, or None if it does, or asks for none."""
     import grpc  # type: ignore[import-untyped]
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2
@@ -80,14 +96,23 @@ def require_answer(address: str) -> None:
         raise Unavailable(f"cannot join {address}: {first_line(error)}; {TOKEN_REMEDY}") from error
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            raise Unavailable(
-                f"the Ray cluster at {address} did not accept the token: {error.details()}; "
-                f"{TOKEN_REMEDY}"
-            ) from error
+            return str(error.details())
         raise Unavailable(
             f"no Ray cluster answers at {address}; see whether it runs there "
             f"(`ray status --address {address}`); {WAYS}"
         ) from error
+    return None
+
+
+def _uses_token_that_lies_here() -> bool:
+    """Have Ray send the token that it finds, and return whether there is one to try."""
+    from ray._private.authentication import authentication_token_setup
+
+    if os.environ.get(authentication_token_setup.AUTH_MODE_ENV_VAR) is not None:
+        return False
+    authentication_token_setup.logger.setLevel(logging.ERROR)  # we report what matters
+    use = authentication_token_setup.maybe_enable_token_auth_if_token_available
+    return bool(use(warn_if_disabled=False))
 
 
 def _require_one(found: tuple[str, ...]) -> None:

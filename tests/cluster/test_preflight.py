@@ -1,4 +1,4 @@
-"""What cannot be served on this machine is refused before Ray starts, and without torch."""
+"""Refusals of what cannot be served on this machine, before Ray starts and without torch."""
 
 from __future__ import annotations
 

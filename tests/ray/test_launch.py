@@ -102,6 +102,7 @@ def test_one_of_two_servers_is_killed_and_the_other_ends_with_a_signal_to_its_gr
         assert alive == []
         require_free(ports[0])
         assert models(ports[1]) == ["demo"]
+        second.terminate()  # as `timeout` does: once to the process, once to its group
         os.killpg(second.pid, signal.SIGTERM)
         _, errors = second.communicate(timeout=PATIENCE_S)
         assert (second.returncode, "Traceback" in errors) == (0, False)
