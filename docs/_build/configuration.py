@@ -65,7 +65,7 @@ def _keys(kind: type[Any], path: str) -> Iterator[Key]:
 
 def _section(section: str, listed: list[Key]) -> str:
     rows = [
-        (code(key.name.rpartition(".")[2]), _default(key.default), key.expects, MEANINGS[key.name])
+        (code(key.name.rpartition(".")[2]), _default(key), key.expects, MEANINGS[key.name])
         for key in listed
     ]
     return f"## {code(section) if section else 'At the top'}\n\n" + table(
@@ -73,15 +73,17 @@ def _section(section: str, listed: list[Key]) -> str:
     )
 
 
-def _default(value: object) -> str:
-    if value is None or value in ("", (), {}):
-        return ""
+def _default(key: Key) -> str:
+    """Return a key's default; the word for no value, as `auto`, is one too."""
+    word, is_word, _ = key.expects.partition(", or ")
+    if key.default in (None, "", (), {}):
+        return code(word) if is_word and key.default is None else ""
     return code(
-        str(value).lower()
-        if isinstance(value, bool)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
+        str(key.default).lower()
+        if isinstance(key.default, bool)
+        else list(key.default)
+        if isinstance(key.default, tuple)
+        else key.default
     )
 
 

@@ -27,6 +27,7 @@ def test_every_key_has_a_meaning_and_every_meaning_a_key() -> None:
 
 def test_the_configuration_says_default_and_range() -> None:
     assert "| `max_gamma` | `16` | a whole number from 0 to 64 |" in configuration.page()
+    assert "| `gamma` | `auto` | auto, or a whole number from 0 to 64 |" in configuration.page()
 
 
 def test_every_path_has_a_section_and_every_section_says_what_it_is_for(paths: str) -> None:

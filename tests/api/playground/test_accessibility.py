@@ -89,6 +89,13 @@ def test_nothing_is_wider_than_a_phone(
         assert inside(page, "document.documentElement.scrollWidth") <= size[0]
 
 
+def test_only_a_device_with_keys_is_told_of_one(browser: Browser, server: RunningServer) -> None:
+    with tab(browser, server.url) as page:
+        expect(page.locator("#prompt-hint")).to_be_visible()
+    with tab(browser, server.url, size=PHONE, has_touch=True, is_mobile=True) as page:
+        expect(page.locator("#prompt-hint")).to_be_hidden()
+
+
 def test_with_reduced_motion_rounds_are_drawn_once_at_the_end(
     browser: Browser, server: RunningServer
 ) -> None:
