@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 from rich.console import Console
 
+from specserve.cli.start import quick_exit
 from specserve.cli.status_display import draw_status, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
 from specserve.cluster.preflight import require_possible_here
+from specserve.cluster.ray_guard import RayGuard
 from specserve.cluster.ray_session import ray_session, require_free_port
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
@@ -41,9 +45,7 @@ def serve_until_ended(
         require_checkpoints = stack.enter_context(checkpoint_check(config))
         stack.callback(remove_unused_weights)
         with _start_progress(say, console) as report:
-            owns_ray = stack.enter_context(
-                ray_session(config, report, join=join, may_wait=may_wait)
-            )
+            guard = stack.enter_context(ray_session(config, report, join=join, may_wait=may_wait))
             for line in (notice, *(part.demo.note for part in config.each_model)):
                 if line is not None:
                     report(line)
@@ -52,13 +54,15 @@ def serve_until_ended(
                 deploy(
                     config,
                     report,
-                    owns_ray=owns_ray,
+                    owns_ray=guard is not None,
                     replace=replace,
                     may_wait=may_wait,
                     require=require_checkpoints,
                 )
             )
-        _show_status(config, url, say, console)
+        ended = _show_status(config, url, say, console, guard)
+        if ended is not None and guard is not None:
+            _end_without_ray(guard, ended)
         say("stopping")
 
 
@@ -125,23 +129,41 @@ def _signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _show_status(config: Config, url: str, say: Say, console: Console) -> None:
-    """Say that the server is ready, and show its status until the process is interrupted."""
+def _show_status(
+    config: Config, url: str, say: Say, console: Console, guard: RayGuard | None
+) -> str | None:
+    """Say that the server is ready, and show its status until the process is interrupted.
+
+    Returns the name of a process of our own Ray if that has ended.
+    """
     names = [part.model for part in config.each_model]
     board, command = handle(config, "Board"), example(url, names[0])
     # A reader of "ready" may end this process at once.
     with contextlib.suppress(KeyboardInterrupt):
         say(f"ready {url}")
         say(" ".join(command))
-        if console.is_interactive:
-            draw_status(
-                board,
-                console,
-                title=f"specserve   {', '.join(names)}   {url}",
-                hints=(" \\\n  ".join(command), "Ctrl-C ends it"),
-            )
-        else:
-            print_status(board, say)
+        ended = (lambda: None) if guard is None else guard.ended_process
+        if not console.is_interactive:
+            return print_status(board, say, ended)
+        return draw_status(
+            board,
+            console,
+            ended,
+            title=f"specserve   {', '.join(names)}   {url}",
+            hints=(" \\\n  ".join(command), "Ctrl-C ends it"),
+        )
+    return None
+
+
+def _end_without_ray(guard: RayGuard, ended: str) -> NoReturn:
+    """End this process, since every call of a Ray that has ended waits for it."""
+    print(
+        f"specserve: Ray's {ended} has ended, and the server with it; see whether something killed "
+        "it, as the system does when memory runs out, and start again",
+        file=sys.stderr,
+    )
+    guard.close()
+    quick_exit(1)
 
 
 def example(url: str, model: str) -> tuple[str, str]:

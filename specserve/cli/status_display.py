@@ -1,4 +1,4 @@
-"""Show the status that an application's board has, on a terminal or as lines, until interrupted."""
+"""Show the status that an application's board has, on a terminal or as lines, until it ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from rich.console import Console
 STATUS_EVERY_S = 10.0
 REDRAW_EVERY_S = 1.0
 ANSWER_TIMEOUT_S = 5.0
+Ended = Callable[[], str | None]
+"""Returns the name of a process of Ray that has ended, and the server with it."""
 
 
-def print_status(board: Any, say: Callable[[str], None]) -> None:
-    """Print a line of status now and then, when it has something new."""
+def print_status(board: Any, say: Callable[[str], None], ended: Ended) -> str:
+    """Print a line of status now and then, when it has something new, until Ray has ended."""
     from specserve.cli.console import StatusLine
 
-    status_line = StatusLine()
-    while True:
-        time.sleep(STATUS_EVERY_S)
+    status_line, due = StatusLine(), time.monotonic() + STATUS_EVERY_S
+    while (process := ended()) is None:
+        time.sleep(REDRAW_EVERY_S)
+        if time.monotonic() < due:
+            continue
         try:
             status = board.status.remote().result(timeout_s=ANSWER_TIMEOUT_S)
             line = status_line.next(status, time.monotonic())
@@ -27,20 +31,25 @@ def print_status(board: Any, say: Callable[[str], None]) -> None:
             line = f"no status: {type(error).__name__}"
         if line is not None:
             say(line)
+        due = time.monotonic() + STATUS_EVERY_S
+    return process
 
 
-def draw_status(board: Any, console: Console, *, title: str, hints: Sequence[str]) -> None:
-    """Draw a page of status again and again."""
+def draw_status(
+    board: Any, console: Console, ended: Ended, *, title: str, hints: Sequence[str]
+) -> str:
+    """Draw a page of status again and again, until Ray has ended."""
     from rich.live import Live
 
     from specserve.cli.console import StatusScreen
 
     screen = StatusScreen(title=title, hints=hints)
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+        while (process := ended()) is None:
             try:
                 page = screen.render(board.status.remote().result(timeout_s=ANSWER_TIMEOUT_S))
             except Exception as error:  # the error is the status then
                 page = screen.render(None, missing=type(error).__name__)
             live.update(page, refresh=True)
             time.sleep(REDRAW_EVERY_S)
+    return process

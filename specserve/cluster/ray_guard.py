@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+NEEDED = ("gcs_server", "raylet")
+"""Ray's names of the processes that it does not replace."""
+
 
 class RayGuard:
     """The guard, which leads the process group of what Ray starts.
@@ -52,8 +55,15 @@ class RayGuard:
         finally:
             module.ConsolePopen = started
 
+    def ended_process(self) -> str | None:
+        """Return the name of a process without which Ray does nothing, if it has ended."""
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        return next((kind for kind, _ in node.dead_processes() if kind in NEEDED), None)
+
     def close(self) -> None:
-        """End what is left, once Ray has been shut down."""
+        """End what is left, once Ray has been shut down or its processes have ended."""
         self._process.communicate()
 
 

@@ -35,8 +35,8 @@ RELEASE_S = 3.0
 @contextlib.contextmanager
 def ray_session(
     config: Config, say: Callable[[str], None], *, join: str | None = None, may_wait: bool = False
-) -> Iterator[bool]:
-    """Join or start Ray, yield whether it was started here, and leave or stop it at the end.
+) -> Iterator[RayGuard | None]:
+    """Join or start Ray, yield the guard of one that starts here, and leave or stop it at the end.
 
     Raises ConfigError when the cluster is too small for the config, unless it `may_wait` for
     nodes, or when a port is taken.
@@ -47,8 +47,9 @@ def ray_session(
     import ray
 
     with contextlib.ExitStack() as stack:
+        guard = None
         if join is None:
-            _start_ray(config, say, stack)
+            guard = _start_ray(config, say, stack)
         else:
             join_cluster(join)
         stack.callback(ray.shutdown)
@@ -56,10 +57,10 @@ def ray_session(
             say(_joined())
         if not may_wait:
             require_room(config, gateway=gateway_bundle(config))
-        yield join is None
+        yield guard
 
 
-def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.ExitStack) -> None:
+def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.ExitStack) -> RayGuard:
     require_free_port(config)
     beside = "".join(
         f", beside the cluster at {address} (--join {address} would join it)"
@@ -73,6 +74,7 @@ def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.Exi
     stack.callback(guard.close)
     with guard.group():
         _start_local(_num_cpus(config))
+    return guard
 
 
 def _start_local(num_cpus: int) -> None:

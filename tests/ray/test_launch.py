@@ -114,6 +114,27 @@ def test_one_of_two_servers_is_killed_and_the_other_ends_with_a_signal_to_its_gr
             process.communicate()
 
 
+def test_a_server_whose_ray_is_killed_ends_and_leaves_nothing() -> None:
+    """Otherwise requests would hang, and so would Ctrl-C."""
+    port, before = free_port(), own_files()
+    process = serve("--port", str(port), "--set", "replicas.min=0")
+    try:
+        lines_until(process, "curl ")
+        started = own_processes(process.pid)
+        (raylet,) = (one for one in started if one.name() == "raylet")
+        raylet.kill()
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+        assert "Ray's raylet has ended, and the server with it" in errors
+        _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
+        assert alive == []
+        require_free(port)
+        assert own_files() <= before
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
     port, before = free_port(), own_files()
     process = serve("--port", str(port))

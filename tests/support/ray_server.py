@@ -123,8 +123,8 @@ def served(
     said: list[str] = []
     with (
         forgotten_polls(),
-        ray_session(config, said.append, join=ANY_RUNNING if join else None) as owns_ray,
-        deploy(config, said.append, owns_ray=owns_ray, engine=engine) as url,
+        ray_session(config, said.append, join=ANY_RUNNING if join else None) as guard,
+        deploy(config, said.append, owns_ray=guard is not None, engine=engine) as url,
     ):
         yield url, config
 

@@ -89,7 +89,9 @@ def test_nothing_is_wider_than_a_phone(
         assert inside(page, "document.documentElement.scrollWidth") <= size[0]
 
 
-def test_only_a_device_with_keys_is_told_of_one(browser: Browser, server: RunningServer) -> None:
+def test_the_hint_of_the_keyboard_is_not_shown_on_phones(
+    browser: Browser, server: RunningServer
+) -> None:
     with tab(browser, server.url) as page:
         expect(page.locator("#prompt-hint")).to_be_visible()
     with tab(browser, server.url, size=PHONE, has_touch=True, is_mobile=True) as page:

@@ -47,6 +47,7 @@ WITH_RAY = {
     "lab.bench.placements": (),
     "lab.bench.routing": (),
     "lab.bench.start": (),
+    "tests.chaos.ends": (),
     "tests.chaos.gateways": (),
     "tests.chaos.loop_pauses": (),
     "tests.chaos.misuse": (),
