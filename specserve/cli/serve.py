@@ -11,7 +11,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from specserve.cli.start import quick_exit
-from specserve.cli.status_display import draw_status, print_status
+from specserve.cli.status_display import draw_status, example, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
@@ -164,9 +164,3 @@ def _end_without_ray(guard: RayGuard, ended: str) -> NoReturn:
     )
     guard.close()
     quick_exit(1)
-
-
-def example(url: str, model: str) -> tuple[str, str]:
-    """Return a command to try, in two parts that a terminal of 80 columns holds."""
-    body = f'{{"model": "{model}", "prompt": "def read_lines(path):", "max_tokens": 48}}'
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json'", f"-d '{body}'"

@@ -15,6 +15,12 @@ Ended = Callable[[], str | None]
 """Returns the name of a process of Ray that has ended, and the server with it."""
 
 
+def example(url: str, model: str) -> tuple[str, str]:
+    """Return a command to try, in two parts that a terminal of 80 columns holds."""
+    body = f'{{"model": "{model}", "prompt": "def read_lines(path):", "max_tokens": 48}}'
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json'", f"-d '{body}'"
+
+
 def print_status(board: Any, say: Callable[[str], None], ended: Ended) -> str:
     """Print a line of status now and then, when it has something new, until Ray has ended."""
     from specserve.cli.console import StatusLine

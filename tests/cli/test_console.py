@@ -22,7 +22,7 @@ from rich.console import Console
 
 from specserve.api.service import Status
 from specserve.cli.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
-from specserve.cli.serve import example
+from specserve.cli.status_display import example
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.metrics import Registry, Snapshot
 

@@ -270,7 +270,7 @@ def test_ctrl_c_prints_the_report_and_ends_the_command() -> None:
     assert "requests: 3 interrupted" in out
     assert err.splitlines()[0].startswith("requests, 5%, 3 of 64, ")
     assert err.splitlines()[-1] == "specserve: interrupted"
-    assert process.returncode == 1
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize(
