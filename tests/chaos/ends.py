@@ -26,7 +26,7 @@ from statistics import median
 
 import psutil
 
-from tests.support.processes import own_processes
+from tests.support.processes import name_of, own_processes
 from tests.support.ray_server import free_port
 
 KEYS = ("demo.size=none", "target.threads=1", "draft.threads=1")
@@ -53,7 +53,7 @@ def _terminate_twice(server: Server) -> None:
 
 def _kill(name: str) -> Callable[[Server], None]:
     def kill(server: Server) -> None:
-        next(one for one in own_processes(server.pid) if one.name() == name).kill()
+        next(one for one in own_processes(server.pid) if name_of(one) == name).kill()
 
     return kill
 

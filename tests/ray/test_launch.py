@@ -20,7 +20,7 @@ from rich.console import Console
 from specserve.cli import serve as serve_command
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, Unavailable
-from tests.support.processes import own_processes
+from tests.support.processes import name_of, own_processes
 from tests.support.ray_server import free_port
 
 PATIENCE_S = 300.0  # on two otherwise idle cores it takes some 25 s
@@ -86,7 +86,8 @@ def models(port: int) -> list[str]:
         return [model["id"] for model in json.load(answer)["data"]]
 
 
-def test_one_of_two_servers_is_killed_and_the_other_ends_with_a_signal_to_its_group() -> None:
+@pytest.mark.long
+def test_one_of_two_servers_is_killed_and_the_other_ends_with_ctrl_c() -> None:
     """Start two servers without engines at the same time, each on a Ray of its own."""
     ports, before = (free_port(), free_port()), own_files()
     # An engine would be started by the first request.
@@ -102,8 +103,7 @@ def test_one_of_two_servers_is_killed_and_the_other_ends_with_a_signal_to_its_gr
         assert alive == []
         require_free(ports[0])
         assert models(ports[1]) == ["demo"]
-        second.terminate()  # as `timeout` does: once to the process, once to its group
-        os.killpg(second.pid, signal.SIGTERM)
+        os.killpg(second.pid, signal.SIGINT)
         _, errors = second.communicate(timeout=PATIENCE_S)
         assert (second.returncode, "Traceback" in errors) == (0, False)
         require_free(ports[1])
@@ -114,18 +114,21 @@ def test_one_of_two_servers_is_killed_and_the_other_ends_with_a_signal_to_its_gr
             process.communicate()
 
 
-def test_a_server_whose_ray_is_killed_ends_and_leaves_nothing() -> None:
-    """Otherwise requests would hang, and so would Ctrl-C."""
+@pytest.mark.parametrize("killed", ["raylet", "the command"])
+def test_a_server_of_which_a_part_is_killed_ends_and_leaves_nothing(killed: str) -> None:
+    """Without its raylet requests would hang, and so would Ctrl-C."""
     port, before = free_port(), own_files()
     process = serve("--port", str(port), "--set", "replicas.min=0")
     try:
         lines_until(process, "curl ")
         started = own_processes(process.pid)
-        (raylet,) = (one for one in started if one.name() == "raylet")
-        raylet.kill()
-        _, errors = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 1
-        assert "Ray's raylet has ended, and the server with it" in errors
+        if killed == "raylet":
+            next(one for one in started if name_of(one) == "raylet").kill()
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 1
+            assert "Ray's raylet has ended, and the server with it" in errors
+        else:
+            process.kill()
         _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
         assert alive == []
         require_free(port)
@@ -153,11 +156,12 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         directories = [path for path in own_files() - before if str(path) in words]
         assert len(directories) == 1
         assert any("TargetWorker" in title for title in titles(started))
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=40)
+        process.terminate()  # as `timeout` does: once to the process, once to its group
+        os.killpg(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         assert "Traceback" not in errors
-        _, alive = psutil.wait_procs(started, timeout=10)
+        _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
         assert alive == []
         assert not directories[0].exists()
         require_free(port)

@@ -26,6 +26,14 @@ def own_processes_named(name: str) -> list[psutil.Process]:
     return [one for one in own_processes() if name in command_of(one)]
 
 
+def name_of(process: psutil.Process) -> str:
+    """Return a process's name; empty if it has ended."""
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        name: str = process.name()
+        return name
+    return ""
+
+
 def command_of(process: psutil.Process) -> str:
     """Return a process's command, or the title that it has given itself; empty if it has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
