@@ -116,7 +116,7 @@ def test_one_of_two_servers_is_killed_and_the_other_ends_with_ctrl_c() -> None:
 
 @pytest.mark.parametrize("killed", ["raylet", "the command"])
 def test_a_server_of_which_a_part_is_killed_ends_and_leaves_nothing(killed: str) -> None:
-    """Without its raylet requests would hang, and so would Ctrl-C."""
+    """Kill what requests, and Ctrl-C, would otherwise wait for."""
     port, before = free_port(), own_files()
     process = serve("--port", str(port), "--set", "replicas.min=0")
     try:
