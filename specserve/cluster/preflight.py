@@ -16,13 +16,14 @@ from specserve.api.keys import ApiKeys
 from specserve.cluster.model_paths import local_models, path_trouble
 from specserve.cluster.placement import NodeResources, gateway_bundle, require_places
 from specserve.cluster.ray_session import default_resources
+from specserve.config.demo import BYTES_A_PARAMETER
+from specserve.config.hub_models import CHECKPOINT_REMEDY
 from specserve.config.tree import Config
 from specserve.errors import ModelNotFound, TooLittleMemory
 from specserve.host_memory import available_memory
 from specserve.models.plans import require_even_heads
 
-BYTES_A_PARAMETER = 2
-"""Fewest bytes that a parameter of a widened checkpoint takes, on the disk and in memory."""
+DRAFTER_REMEDY = "give what `specserve tables` or `specserve heads` has written"
 
 
 def require_possible_here(config: Config) -> None:
@@ -40,10 +41,9 @@ def require_possible_here(config: Config) -> None:
     for part in config.each_model:
         for model in local_models(part, has_gpus=num_gpus > 0):
             if (trouble := path_trouble(model.path, is_checkpoint=model.is_checkpoint)) is not None:
+                remedy = CHECKPOINT_REMEDY if model.is_checkpoint else DRAFTER_REMEDY
                 raise ModelNotFound(
-                    f"{model.key} {model.path} {trouble}; give a directory with config.json and "
-                    "safetensors files, or a hub name such as owner/model",
-                    param=model.key,
+                    f"{model.key} {model.path} {trouble}; {remedy}", param=model.key
                 )
         described = _described(part.target.path)
         if isinstance(heads := described.get("num_attention_heads"), int):
@@ -80,12 +80,11 @@ def _described(path: str) -> Mapping[str, object]:
 
 def _require_memory(config: Config, described: Mapping[str, object]) -> None:
     """Raise TooLittleMemory for a size of the demo, or a number of pages, beyond this machine."""
-    free = available_memory()
-    if (config.demo.size or 0) * BYTES_A_PARAMETER > free:
+    free, size = available_memory(), config.demo.size or 0
+    if size * BYTES_A_PARAMETER > free:
         raise TooLittleMemory(
-            f"demo.size {config.demo.size:,} takes "
-            f"{_gib((config.demo.size or 0) * BYTES_A_PARAMETER)} of memory, and {_gib(free)} are "
-            "free; choose a smaller one"
+            f"demo.size {size:,} takes {_gib(size * BYTES_A_PARAMETER)} of memory, and "
+            f"{_gib(free)} are free; choose a smaller one"
         )
     pages = (config.cache.pages or 0) * config.cache.page_size * _position_bytes(described)
     if pages > free:

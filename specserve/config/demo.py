@@ -13,6 +13,8 @@ from specserve.config.fields import FieldRule, none_as, setting
 
 WIDENED = "200M"
 """The size of the demo's target on the command line, unless it says another."""
+BYTES_A_PARAMETER = 2
+"""Bytes that a parameter of the widened target takes on the disk, and in memory at least."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", re.IGNORECASE)
 _LEAST, _MOST = 10**7, 10**11  # the target has 6.6M itself

@@ -14,6 +14,10 @@ from pathlib import Path
 from specserve.config.tree import Config
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+CHECKPOINT_REMEDY = (
+    "give a directory with config.json and safetensors files, or a hub name such as owner/model "
+    "(HF_TOKEN opens those that are gated)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,12 @@ def num_pages_for(memory_bytes: int, page: int, *, page_size: int) -> int:
     return memory_bytes // page
 
 
-def require_memory_for_pages(pages: int, page: int, device: torch.device) -> None:
-    """Raise TooLittleMemory if that many pages of `page` bytes cannot be had."""
-    free = free_memory(device)
+def require_memory_for_pages(pages: int, page: int) -> None:
+    """Raise TooLittleMemory if the host lacks the memory of that many pages of `page` bytes."""
+    free = available_memory()
     if pages * page > free:
         raise TooLittleMemory(
             f"cache.pages {pages:,} take {pages * page / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB of {device.type} memory are free; lower it, or leave it out "
-            "for as many as fit"
+            f"{free / 2**30:.1f} GiB of memory are free; lower it, or leave it out for as many "
+            "as fit"
         )

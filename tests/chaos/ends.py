@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import IO
 
 import psutil
 
@@ -112,7 +113,7 @@ def end_once(end: Callable[[Server], None], *, is_empty: bool) -> End:
     return End(code, exited, gone, len(left), _listens(port), files, "Traceback" in printed)
 
 
-def _wait_until_ready(server: Server, output: object) -> None:
+def _wait_until_ready(server: Server, output: IO[str]) -> None:
     until = time.monotonic() + LIMIT_S
     while "curl " not in _printed(output):
         if server.poll() is not None or time.monotonic() > until:
@@ -120,13 +121,12 @@ def _wait_until_ready(server: Server, output: object) -> None:
         time.sleep(0.2)
 
 
-def _printed(output: object) -> str:
-    descriptor: int = output.fileno()  # type: ignore[attr-defined]
-    return os.pread(descriptor, 2**20, 0).decode(errors="replace")
+def _printed(output: IO[str]) -> str:
+    return os.pread(output.fileno(), 2**20, 0).decode(errors="replace")
 
 
 @contextlib.contextmanager
-def _clients(server: Server, port: int, output: object) -> Iterator[None]:
+def _clients(server: Server, port: int, output: IO[str]) -> Iterator[None]:
     """Stream from the server, once it is ready, until it has ended."""
 
     def stream() -> None:

@@ -16,6 +16,7 @@ from specserve.cluster.ray_session import require_free_port
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, TooLittleMemory
 from specserve.models.memory import num_pages_for, require_room
+from specserve.models.model import ModelOptions, open_model
 from tests.support.checkpoints import add_tokenizer, make
 
 
@@ -239,3 +240,9 @@ def test_a_cache_that_holds_no_page_names_the_key() -> None:
         TooLittleMemory, match=r"single page of 16 positions.*raise cache.memory_fraction"
     ):
         num_pages_for(10, 1024, page_size=16)
+
+
+def test_pages_beyond_the_memory_name_the_key(model: Path) -> None:
+    options = ModelOptions(dtype="float32", device="cpu", pages=2**31 - 1)
+    with pytest.raises(TooLittleMemory, match=r"cache\.pages 2,147,483,647 take .* lower it"):
+        open_model(model, options)

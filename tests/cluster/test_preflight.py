@@ -26,7 +26,10 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"target.path": "./nope"}, "target.path ./nope does not exist; give a directory"),
         ({"draft.path": "/nope"}, "draft.path /nope does not exist"),
-        ({"draft.kind": "max_gram", "draft.path": "/nope"}, "draft.path /nope does not exist"),
+        (
+            {"draft.kind": "max_gram", "draft.path": "/nope"},
+            "draft.path /nope does not exist; give what `specserve tables`",
+        ),
         ({"target.tensor_parallel": 3}, "8 attention heads cannot be shared evenly by 3 ranks"),
         ({"target.device": "cuda"}, "needs 1 GPU (target-0 1), the cluster has 0"),
         ({"http.api_keys_file": "/nope"}, "http.api_keys_file /nope: it cannot be read"),

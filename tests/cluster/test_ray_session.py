@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from specserve.cluster.proxy_settings import (
     PROXY_PORT_RANGE,
     PROXY_PORTS,
+    SERVE_SETTINGS,
     proxy_ports,
     proxy_settings,
 )
@@ -74,3 +77,16 @@ def test_streams_outlast_the_replacement_of_the_proxy_that_carries_them(
     monkeypatch.delenv(name, raising=False)
     config = config_from_keys({"limits.request_timeout_s": 900.5})
     assert proxy_settings(config, "/anywhere")[name] == "901"
+
+
+def test_serve_gives_its_proxies_the_minute_that_is_set() -> None:
+    name = "PROXY_READY_CHECK_TIMEOUT_S"
+    code = f"from ray.serve._private.constants import {name}; print({name})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **SERVE_SETTINGS},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout.splitlines()[-1]) == 60

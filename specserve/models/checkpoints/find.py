@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from specserve.config.hub_models import is_hub_name
+from specserve.config.hub_models import CHECKPOINT_REMEDY, is_hub_name
 from specserve.errors import ModelNotFound, first_line
 from specserve.models.checkpoints.architecture import Architecture, architecture
 from specserve.models.checkpoints.library import (
@@ -29,10 +29,6 @@ from specserve.models.shard import Division, Shard
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
-REMEDY = (
-    "give a directory with config.json and safetensors files, or a hub name such as owner/model "
-    "(HF_TOKEN opens those that are gated)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +68,17 @@ def find_config(
     if not path.exists():
         path = _download(str(model), revision, patterns, key)
     if not path.is_dir():
-        raise ModelNotFound(f"{key} {model} is a file; {REMEDY}")
+        raise ModelNotFound(f"{key} {model} is a file; {CHECKPOINT_REMEDY}")
     if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{key} {model} is no model: it has no config.json; {REMEDY}")
+        raise ModelNotFound(
+            f"{key} {model} is no model: it has no config.json; {CHECKPOINT_REMEDY}"
+        )
     return path
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str], key: str) -> Path:
     if not is_hub_name(name):
-        raise ModelNotFound(f"{key} {name} does not exist; {REMEDY}")
+        raise ModelNotFound(f"{key} {name} does not exist; {CHECKPOINT_REMEDY}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     # No such name or revision, no network, or a name that the hub could not have.
@@ -88,7 +86,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str], key: str
         at = f" at revision {revision}" if revision else ""
         raise ModelNotFound(
             f"{key} {name} is no local directory, and the hub did not give it{at}: "
-            f"{first_line(error)}; {REMEDY}"
+            f"{first_line(error)}; {CHECKPOINT_REMEDY}"
         ) from error
 
 

@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specserve.config.demo import format_parameters
+from specserve.config.demo import BYTES_A_PARAMETER, format_parameters
 from specserve.config.tree import Config
 from specserve.errors import ModelError
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.checkpoints.widen import inflate
 from specserve.progress import ReportProgress, no_progress
-
-BYTES_A_PARAMETER = 2
-"""Bytes that a parameter of a widened checkpoint takes on the disk: all are of bfloat16."""
 
 
 def widened_copy(
