@@ -8,20 +8,16 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from specserve.config.tree import Config
 from specserve.errors import ConfigError
 
 OWNER_NAMESPACE = b"specserve"
-DELETED_WITHIN_S = 30.0
-"""Longest time in which an application is deleted: its engines have 20 s to finish requests."""
 LAST_ANSWERS_S = 2.0
-"""Time for answers to arrive once there is no engine any more."""
+"""Time for the last answers of an application that is deleted."""
 POLL_S = 0.1
-FRONT = ("Gateway", "Board")
-"""Deployments that finish no request by themselves."""
 OTHER_RAY = "or take a Ray of your own (--own-ray and another --port)"
 
 
@@ -124,42 +120,33 @@ def application_ownership(name: str, say: Callable[[str], None]) -> Iterator[Non
         yield
     finally:
         if _internal_kv_get(key, namespace=OWNER_NAMESPACE) == mark:
-            delete_application(name, say)
+            delete_application(name)
         else:
             say(f"{name} has been replaced by another `specserve serve`, and is left to it")
 
 
-def delete_application(
-    name: str, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
-) -> None:
-    """Delete an application, and return once it has gone or can finish no request any more.
+def delete_application(name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    """Delete an application, and return once it has gone or has had time for its last answers.
 
-    A gateway that is deleted waits for its requests, which wait for an engine that was lost and
-    whose successor does not come. Serve goes on deleting what is left.
+    A gateway that is deleted waits for its requests, which may wait for an engine that was lost.
+    Serve goes on deleting what is left, and a Ray of our own ends with it.
     """
     from ray import serve
 
     serve.delete(name, _blocking=False)
-    until = clock() + DELETED_WITHIN_S
-    while (left := _deployments(name)) is not None:
-        if all(deployment in FRONT for deployment in left):
-            until = min(until, clock() + LAST_ANSWERS_S)
-        if clock() > until:
-            say("not all of the server has ended by itself; the rest is stopped")
-            return
+    until = clock() + LAST_ANSWERS_S
+    while _exists(name) and clock() < until:
         time.sleep(POLL_S)
 
 
-def _deployments(name: str) -> Sequence[str] | None:
-    """Return the deployments that an application still has, or None once it has gone."""
+def _exists(name: str) -> bool:
     from ray import serve
     from ray.exceptions import RayError
 
     try:
-        application = serve.status().applications.get(name)
+        return name in serve.status().applications
     except RayError:  # the controller is away for a moment, and goes on with it afterwards
-        return ("?",)
-    return None if application is None else tuple(application.deployments)
+        return True
 
 
 def wait_for_proxies() -> None:

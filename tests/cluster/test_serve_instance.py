@@ -9,7 +9,6 @@ from ray import serve
 from ray.exceptions import RayError
 
 from specserve.cluster.serve_instance import (
-    DELETED_WITHIN_S,
     LAST_ANSWERS_S,
     ServeInstance,
     delete_application,
@@ -81,27 +80,14 @@ def test_the_address_is_that_of_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "seconds", "says"),
-    [
-        ([("Engine", "Gateway"), ("Gateway", "Board"), None], 0.2, False),
-        ([("Gateway", "Board")], LAST_ANSWERS_S, True),
-        ([("Engine", "Gateway")], DELETED_WITHIN_S, True),
-        ([("?",), None], 0.1, False),
-    ],
-    ids=[
-        "it goes",
-        "no engine is left for requests",
-        "an engine does not end",
-        "a lost controller",
-    ],
+    ("states", "seconds"),
+    [([True, True, False], 0.2), ([True], LAST_ANSWERS_S), ([None, False], 0.1)],
+    ids=["it goes", "it waits for requests", "a lost controller"],
 )
-def test_an_application_is_waited_for_only_while_engines_can_finish_requests(
-    monkeypatch: pytest.MonkeyPatch,
-    states: list[tuple[str, ...] | None],
-    seconds: float,
-    says: bool,
+def test_an_application_is_waited_for_only_for_its_last_answers(
+    monkeypatch: pytest.MonkeyPatch, states: list[bool | None], seconds: float
 ) -> None:
-    now, said, deleted = 0.0, list[str](), list[str]()
+    now, deleted = 0.0, list[str]()
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -109,15 +95,13 @@ def test_an_application_is_waited_for_only_while_engines_can_finish_requests(
 
     def status() -> SimpleNamespace:
         state = states.pop(0) if len(states) > 1 else states[0]
-        if state == ("?",):
+        if state is None:
             raise RayError("the controller died")
-        left = {} if state is None else {"it": SimpleNamespace(deployments=dict.fromkeys(state))}
-        return SimpleNamespace(applications=left)
+        return SimpleNamespace(applications={"it": SimpleNamespace()} if state else {})
 
     monkeypatch.setattr(serve, "status", status)
     monkeypatch.setattr(serve, "delete", lambda name, _blocking: deleted.append(name))
     monkeypatch.setattr("time.sleep", sleep)
-    delete_application("it", said.append, clock=lambda: now)
+    delete_application("it", clock=lambda: now)
     assert deleted == ["it"]
     assert now == pytest.approx(seconds, abs=0.15)
-    assert bool(said) == says
