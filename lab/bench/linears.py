@@ -1,7 +1,8 @@
 """Kernels of linear layers beside one another: `python -m lab.bench.linears`.
 
 All linear layers of a model, one after the other, in each kernel in turns, by the rows of a pass;
-beside them a plain read of as many bytes. zentorch takes part where it is installed.
+beside them a plain read of as many bytes. In bf16 zentorch takes part where it is installed, in
+float32 torch's own product.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specserve.models.cpu.linear_kernels import (
     LinearKernel,
@@ -74,6 +76,20 @@ class ZenKernel:
         raise NotImplementedError
 
 
+class TorchKernel(OneDnnKernel):
+    """The product that torch chooses for plain weights."""
+
+    name = "torch"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        return F.linear(x, packed, bias)
+
+
 @dataclass(slots=True)
 class KernelTimes:
     """Milliseconds of a pass of some rows in each kernel, turn by turn."""
@@ -96,8 +112,10 @@ class KernelTimes:
         return f"| {self.rows} | {' | '.join([f'{median(self.reads):.2f}', *cells, *ratios])} |"
 
 
-def kernels() -> list[LinearKernel]:
-    found = [linear_kernel("onednn")]
+def kernels(dtype: torch.dtype) -> list[LinearKernel]:
+    found = [linear_kernel("onednn", dtype)]
+    if dtype == torch.float32:
+        return [*found, TorchKernel()]
     if missing_for_compiled() is None:
         found.append(linear_kernel("compiled"))
     with suppress(ImportError):
@@ -105,18 +123,20 @@ def kernels() -> list[LinearKernel]:
     return found
 
 
-def measure(shapes: Shapes, rows: Sequence[int], *, turns: int) -> list[KernelTimes]:
+def measure(
+    shapes: Shapes, rows: Sequence[int], *, turns: int, dtype: torch.dtype
+) -> list[KernelTimes]:
     generator = torch.Generator().manual_seed(0)
     weights = [
-        torch.randn(outputs, inputs, generator=generator).bfloat16() for inputs, outputs in shapes
+        torch.randn(outputs, inputs, generator=generator).to(dtype) for inputs, outputs in shapes
     ]
-    passes = {kernel.name: _layers(kernel, weights) for kernel in kernels()}
-    memory = torch.ones(sum(weight.numel() for weight in weights) // 2)  # fp32, as many bytes
+    passes = {kernel.name: _layers(kernel, weights) for kernel in kernels(dtype)}
+    memory = torch.ones(sum(weight.nbytes for weight in weights) // 4)  # fp32, as many bytes
     use_huge_pages(memory.data_ptr(), memory.nbytes)
     found = []
     for count in rows:
         given = {
-            inputs: torch.randn(count, inputs, generator=generator).bfloat16()
+            inputs: torch.randn(count, inputs, generator=generator).to(dtype)
             for inputs in {inputs for inputs, _ in shapes}
         }
         times = KernelTimes(count, {name: [] for name in passes})
@@ -160,9 +180,9 @@ def _milliseconds(run: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def table(name: str, shapes: Shapes, times: Sequence[KernelTimes]) -> str:
+def table(name: str, shapes: Shapes, times: Sequence[KernelTimes], *, itemsize: int) -> str:
     names = list(times[0].by_kernel)
-    size = sum(inputs * outputs for inputs, outputs in shapes) * 2 / 1e6
+    size = sum(inputs * outputs for inputs, outputs in shapes) * itemsize / 1e6
     head = [
         "rows",
         "reading",
@@ -177,24 +197,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="tiny layers: measures nothing")
     parser.add_argument("--out", type=Path, help="write the page here, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
+    dtype: torch.dtype = getattr(torch, args.dtype)
     models, rows, turns = (TINY, (1, 8), 1) if args.quick else (MODELS, ROWS, args.turns)
     with torch.inference_mode():
         tables = [
-            table(name, shapes, measure(shapes, rows, turns=turns))
+            table(name, shapes, times, itemsize=dtype.itemsize)
             for name, shapes in models.items()
+            for times in [measure(shapes, rows, turns=turns, dtype=dtype)]
         ]
+    wanted = "" if dtype == torch.bfloat16 else f" --dtype {args.dtype}"
     text = "\n\n".join(
         (
             "# Kernels of linear layers",
-            "`python -m lab.bench.linears`",
+            f"`python -m lab.bench.linears{wanted}`",
             f"{date.today()}, {machine()}, {args.threads} threads, torch {torch.__version__}; "
-            f"bf16, all linear layers of a pass one after the other, {turns} turns, medians. "
-            "*Reading* sums as many bytes as the weights have.",
+            f"{args.dtype}, all linear layers of a pass one after the other, {turns} turns, "
+            "medians. *Reading* sums as many bytes as the weights have.",
             *tables,
         )
     )

@@ -1,8 +1,8 @@
 """Attention kernels of torch's own products, over keys and values gathered from the KV cache.
 
-On CPU in bf16 `invariant_kernel` is row-invariant: a row's result has the same bits whatever shares
-its pass (docs/design/exactness.md says what that takes). `scaled_dot_product_attention` does not
-give that.
+On CPU in bf16 and float32 `invariant_kernel` is row-invariant: a row's result has the same bits
+whatever shares its pass (docs/design/exactness.md says what that takes).
+`scaled_dot_product_attention` does not give that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.models.attention import AttentionVariant
+from specserve.models.cpu.row_invariance import float32_row_step
 from specserve.models.float8_pages import STORED_AS
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.layout import AttentionGroup
@@ -122,6 +123,11 @@ def _dot(q: Tensor, k: Tensor, unit: int, *, block: int) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, unit: int) -> Tensor:
     """Return a @ b for batches of matrices, in pieces of few sizes times `unit`."""
+    rows = a.shape[1]
+    is_float32 = a.is_cpu and a.dtype == torch.float32
+    step = float32_row_step(a.shape[2], b.shape[2]) if is_float32 else 1
+    if missing := -rows % step:
+        return _product(F.pad(a, (0, 0, 0, missing)), b, unit)[:, :rows].contiguous()
     parts = pieces(len(a) // unit, BATCH_PIECES) if a.is_cpu else ()
     if len(parts) < 2:
         return torch.bmm(a, b)

@@ -1,7 +1,7 @@
 """Linear layers in as few operations as the device has.
 
-On CPU in bf16, linear weights are packed once into the processor's own layout and then read at the
-speed of memory; elsewhere layers are plain.
+On CPU in bf16 and float32, linear weights are packed once into the processor's own layout and then
+read at the speed of memory; elsewhere layers are plain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LinearWeights(Protocol):
 
     @property
     def kernel(self) -> LinearKernel:
-        """The kernel of all layers at whose shape it is row-invariant."""
+        """The kernel of all layers in bf16 at whose shape it is row-invariant."""
         ...
 
     def pack(self, weight: Tensor, kernel: LinearKernel) -> Tensor:
@@ -85,7 +85,7 @@ def can_pack(weight: Tensor) -> bool:
     """Return whether a weight is packed; one on the meta device stands for one on the CPU."""
     return (
         weight.device.type in ("cpu", "meta")
-        and weight.dtype == torch.bfloat16
+        and weight.dtype in (torch.bfloat16, torch.float32)
         and torch._C._has_mkldnn
     )
 
@@ -99,8 +99,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        weights = current_weights()
-        self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
+        weights, self.kernel = current_weights(), _kernel_for(weight)
         self.weight = weights.pack(weight, self.kernel)
         self.bias = None if bias is None else weights.keep(bias)
 
@@ -180,8 +179,7 @@ class PackedGate(nn.Module):
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = gate.shape
-        weights = current_weights()
-        self.kernel = row_invariant_kernel(weights.kernel, self.in_features, self.out_features)
+        weights, self.kernel = current_weights(), _kernel_for(gate)
         self.weight = weights.pack(self.kernel.interleave(gate, up), self.kernel)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,6 +201,14 @@ class PlainGate(nn.Module):
             return self.kernels.gated(both)
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def _kernel_for(weight: Tensor) -> LinearKernel:
+    """Return the kernel of a layer with that weight [out, in]; that of bf16 is a choice."""
+    outer, inner = weight.shape
+    is_choice = weight.dtype == torch.bfloat16
+    kernel = current_weights().kernel if is_choice else linear_kernel(dtype=weight.dtype)
+    return row_invariant_kernel(kernel, inner, outer, weight.dtype)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:

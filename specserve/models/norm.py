@@ -20,7 +20,8 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
-        kernel = current_weights().kernel if can_pack(weight) else None
+        is_packed = can_pack(weight) and weight.dtype == torch.bfloat16
+        kernel = current_weights().kernel if is_packed else None
         self.compiled = kernel if isinstance(kernel, CompiledKernel) else None
         self.mirrored = (
             torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None

@@ -12,11 +12,12 @@ from specserve.types import Curve, ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 WARMUP_SEQ_ID = 2**62
 """Sequence id that no request ever has."""
-WARMUP_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+WARMUP_ROWS = (1, 8, 32, 4, 16, 2, 64, 6, 12, 24, 48, 3, 128, 256)
+"""Rows of the passes: those that show the shape of the curve come first, in case time runs out."""
 REPEATS = 3
 """Times each pass runs; the quickest counts."""
 MAX_TIMED_S = 2.0
-"""Seconds after which longer passes are not tried."""
+"""Seconds after which no more passes are tried."""
 
 
 class WarmupTarget(Protocol):
@@ -51,7 +52,7 @@ def warm_up(
             repeats = REPEATS + (rows == 1)
             curve.append((rows, min(_seconds(model, rows, clock) for _ in range(repeats))))
     model.release([WARMUP_SEQ_ID])
-    return tuple(curve)
+    return tuple(sorted(curve))
 
 
 def warm_up_briefly(model: WarmupTarget) -> None:

@@ -24,6 +24,7 @@ from specserve.models.layers import (
     pack_linears,
     take_gate,
 )
+from specserve.models.norm import RMSNorm
 
 ROWS = 64
 INNER = (64, 96, 128, 256, 320, 512, 640, 1024, 1536, 2048, 4096, 8192)
@@ -99,8 +100,8 @@ def test_the_numbers_are_those_of_the_plain_product(
         assert error < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-def test_fp32_stays_plain() -> None:
-    assert isinstance(make_linear(torch.randn(8, 8)), PlainLinear)
+def test_fp16_stays_plain() -> None:
+    assert isinstance(make_linear(torch.randn(8, 8).half()), PlainLinear)
 
 
 class Nested(nn.Module):
@@ -174,11 +175,16 @@ def test_a_gate_with_a_bias_stays_as_it_is() -> None:
     torch.testing.assert_close(layer(x), expected, atol=4e-3, rtol=2e-2)
 
 
-def test_packing_leaves_a_model_in_fp32_alone() -> None:
-    model = Nested().requires_grad_(False)
+def test_packing_leaves_a_model_in_fp16_alone() -> None:
+    model = Nested().half().requires_grad_(False)
     pack_linears(model)
     assert isinstance(model.first, nn.Linear)
     assert isinstance(model.inner[0], Conv1D)
+
+
+def test_a_norm_in_float32_is_not_that_of_bf16() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    torch.testing.assert_close(RMSNorm(weight, 1e-6)(x), F.rms_norm(x, (64,), weight, 1e-6))
 
 
 @pytest.mark.parametrize("inner", [64, 1024, 2048, 8192])

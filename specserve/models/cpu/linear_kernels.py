@@ -39,7 +39,7 @@ MAX_SPAN = 4096
 
 
 class LinearKernel(Protocol):
-    """A way to compute x W^T + b in bf16."""
+    """A way to compute x W^T + b."""
 
     name: str
 
@@ -65,7 +65,7 @@ class LinearKernel(Protocol):
 
 
 class OneDnnKernel:
-    """The products of oneDNN, which come with torch, on processors that multiply bf16."""
+    """The products of oneDNN, which come with torch: float32's, and bf16's where it has such."""
 
     name = "onednn"
 
@@ -258,12 +258,14 @@ def row_stride(width: int) -> int:
     return stride + CACHE_LINE if stride % 1024 == 0 else stride
 
 
-def linear_kernel(name: str = "auto") -> LinearKernel:
+def linear_kernel(name: str = "auto", dtype: torch.dtype = torch.bfloat16) -> LinearKernel:
     """Return a kernel by its name. Raises ConfigError for one that does not run here.
 
-    `auto` depends on the processor alone, not on how fast each happens to be: an engine that takes
-    over another's requests has to compute the same bits.
+    In float32 there is one alone. `auto` depends on the processor alone, not on how fast each
+    happens to be: an engine that takes over another's requests has to compute the same bits.
     """
+    if dtype == torch.float32:
+        return _onednn_float32()
     if name == "onednn" or (name == "auto" and missing_for_compiled() is not None):
         return _onednn()
     missing = missing_for_compiled()
@@ -298,6 +300,11 @@ def multiplies_bf16() -> bool:
 @cache
 def _onednn() -> OneDnnKernel:
     return OneDnnKernel() if multiplies_bf16() else WidenedOneDnnKernel()
+
+
+@cache
+def _onednn_float32() -> OneDnnKernel:
+    return OneDnnKernel()
 
 
 @cache

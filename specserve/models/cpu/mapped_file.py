@@ -135,5 +135,7 @@ def _opaque_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, layou
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     take: Any = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
-    tensor: Tensor = take(new_capsule(handle, None, None))
-    return tensor
+    tensor: Any = take(new_capsule(handle, None, None))
+    if tensor._use_count() > 1:  # torch 2.13 takes a copy, and the handle keeps the file mapped
+        shim.aoti_torch_delete_tensor_object(handle)
+    return tensor  # type: ignore[no-any-return]

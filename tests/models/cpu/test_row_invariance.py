@@ -19,6 +19,8 @@ from specserve.models.cpu.linear_kernels import (
 from specserve.models.cpu.row_invariance import (
     RowByRowKernel,
     cancelling_products,
+    float32_row_step,
+    is_batch_invariant,
     is_row_invariant,
     row_invariant_kernel,
 )
@@ -90,6 +92,33 @@ def test_kernels_in_use_pass(name: str, shape: tuple[int, int]) -> None:
     assert is_row_invariant(RowByRowKernel(kernel), *shape)
 
 
+@pytest.mark.parametrize("shape", [(16, 40), (97, 33), (256, 512), (2048, 70), (8192, 4096)])
+def test_float32_has_row_invariant_products_whatever_kernel_is_set(shape: tuple[int, int]) -> None:
+    with linear_weights(SplittingWeights()):
+        layer = PackedLinear(torch.randn(shape[1], shape[0]))
+    assert layer.kernel is linear_kernel("onednn", torch.float32)
+    assert is_row_invariant(layer.kernel, *shape, torch.float32)
+    assert not is_row_invariant(SPLITTING, 64, 16, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(32, 256), (256, 64)])
+def test_batched_products_in_float32_keep_their_bits_in_steps_of_rows(
+    shape: tuple[int, int],
+) -> None:
+    step = float32_row_step(*shape)
+    assert is_batch_invariant(step, *shape) or step == 1
+    assert step == 1 or not is_batch_invariant(1, *shape)
+
+
+def test_where_no_step_helps_rows_are_not_padded_and_the_log_says_what_may_happen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(row_invariance, "is_batch_invariant", lambda *_: False)
+    with caplog.at_level(logging.WARNING):
+        assert float32_row_step(33, 77) == 1
+    assert "from 33 to 77: the bits of a row depend" in caplog.text
+
+
 @pytest.mark.parametrize("rows", [2, 16, 48])
 @pytest.mark.parametrize("shape", [(64, 16), (512, 2048), (28672, 8192)])
 def test_a_kernel_that_depends_on_the_number_of_rows_is_replaced(
@@ -120,7 +149,7 @@ def test_where_onednn_fails_as_well_rows_are_multiplied_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, onednn = SplittingKernel(3), SplittingKernel(2)
-    monkeypatch.setattr(row_invariance, "linear_kernel", lambda name: onednn)
+    monkeypatch.setattr(row_invariance, "linear_kernel", lambda *_: onednn)
     with caplog.at_level(logging.WARNING):
         kernel = row_invariant_kernel(first, 512, 64)
     assert "run in splitting, row by row: in splitting the bits" in caplog.text
@@ -133,7 +162,7 @@ def test_where_all_kernels_fail_the_log_says_what_may_happen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drifting = DriftingKernel(2)
-    monkeypatch.setattr(row_invariance, "linear_kernel", lambda name: drifting)
+    monkeypatch.setattr(row_invariance, "linear_kernel", lambda *_: drifting)
     with caplog.at_level(logging.WARNING):
         assert row_invariant_kernel(drifting, 512, 64) is drifting
     assert "texts may depend on what else is served" in caplog.text

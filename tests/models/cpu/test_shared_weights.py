@@ -183,8 +183,13 @@ def test_a_directory_that_others_can_use_is_not_trusted(
     assert "that you alone can use" in caplog.text
 
 
-def test_weights_that_are_mapped_hold_their_file(llama: Path, store: Path) -> None:
-    model = open_shared(llama)
+@pytest.mark.parametrize("kernel", ["auto", "onednn"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_mapped_hold_their_file(
+    llama: Path, store: Path, dtype: str, kernel: str
+) -> None:
+    options = ModelOptions(dtype=dtype, device="cpu", pages=40, shares_weights=True, kernel=kernel)
+    model = open_model(llama, options)
     store_module.remove_unused_weights()
     assert len(files(store)) == 1
     del model
