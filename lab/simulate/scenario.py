@@ -36,7 +36,7 @@ class DeviceGroup:
     @property
     def curve(self) -> Curve:
         """Seconds of one sequence's pass by rows, as a real target measures in its warm-up."""
-        return tuple((rows, self.pass_time.seconds(rows, 1, rows)) for rows in WARMUP_ROWS)
+        return tuple((rows, self.pass_time.seconds(rows, 1, rows)) for rows in sorted(WARMUP_ROWS))
 
 
 @dataclass(frozen=True, slots=True)
