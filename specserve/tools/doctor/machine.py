@@ -97,7 +97,7 @@ def install(demo: Path = DEMO) -> Iterator[Finding]:
 
 
 def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Finding]:
-    """Check the processor: without bfloat16 each position of a pass adds to its cost."""
+    """Check the processor: without bfloat16 the weights that a pass reads are twice as large."""
     has = [name for name in FAST_FLAGS if name in flags] or [
         torch.backends.cpu.get_cpu_capability().lower()
     ]
@@ -106,8 +106,7 @@ def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Fi
         yield ok("torch", found)
     else:
         remedy = (
-            "on this CPU float32 is used, where a pass of many positions costs more: expect less "
-            "of speculation"
+            "on this CPU float32 is used, which takes twice the memory and a pass twice as long"
         )
         yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
 
