@@ -100,7 +100,7 @@ def _grammar_states_of(engine: Engine) -> list[Any]:
         if cascade is not None
         else []
         if engine.drafter is None
-        else [engine.drafter]
+        else [getattr(engine.drafter, "_drafter", engine.drafter)]
     )
     return [
         stage.grammar_states if isinstance(stage, NeuralDrafter) else stage._grammar_states

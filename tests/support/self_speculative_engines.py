@@ -117,12 +117,10 @@ class EagleEngine(Engine):
 
         assert sizes.taps is not None
         self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
-        self.drafter, self.ahead = (
-            EagleDrafter.from_files(
-                head, self.target, dtype="float32", support=VOCAB, pages=4 * pages
-            ),
-            None,
+        drafter = EagleDrafter.from_files(
+            head, self.target, dtype="float32", support=VOCAB, pages=4 * pages
         )
+        self.drafter, self.ahead = drafter, None  # type: ignore[assignment]
 
 
 class EagleApartEngine(Engine):
@@ -146,15 +144,16 @@ class EagleApartEngine(Engine):
             info.max_context,
             VOCAB,
         )
-        self.drafter = EagleDrafter.open(
+        drafter = EagleDrafter.open(
             head, where, target_embedding=lambda dtype: load_embedding(target, dtype=dtype)
         )
+        self.drafter = drafter  # type: ignore[assignment]
         self.worker_drafter = OpenDrafter(
-            self.drafter,
-            context=self.drafter.context,
-            runners=(self.drafter.runner,),
+            drafter,
+            context=drafter.context,
+            runners=(drafter.runner,),
             fanout=Fanout(per_position=4) if ahead else None,
-            receive_hidden=self.drafter.receive_hidden,
+            receive_hidden=drafter.receive_hidden,
         )
         self.rng = np.random.default_rng(0) if ahead else None
 

@@ -42,19 +42,23 @@ class NeuralDrafter:
         support: int,
         clock: Callable[[], float] = time.perf_counter,
         grammar_states: GrammarStates | None = None,
+        begin: Callable[[DraftTask], DraftTask] | None = None,
+        draw_all: Callable[[Sequence[DraftTask], bool], None] | None = None,
     ) -> None:
         """Create a drafter that runs the model of `runner`, whose vocabulary has `vocab_size` ids.
 
         A model with another tokenizer comes with a runner that has the target's ids.
         Without `grammar_states` that know grammars, draft tokens follow none, and the target
-        rejects those that it must.
+        rejects those that it must. `begin` may let a task begin at an earlier row, and `draw_all`
+        draws all tokens of tasks at once, constrained or not, in place of one pass a token.
         """
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
         # Padding of either embedding is never proposed.
         self.shared_vocab = min(vocab_size, target_vocab_size)
         self.lacks_tokens = vocab_size < target_vocab_size
         self.grammar_states = grammar_states or GrammarStates(None)
-        self._constrained = ConstrainedDrafting(
+        self._begin, self._draw_all = begin, draw_all
+        self.constrained = ConstrainedDrafting(
             runner,
             self.grammar_states,
             self.history,
@@ -93,6 +97,10 @@ class NeuralDrafter:
         self.grammar_states.release(seq_ids)
         self.drop_drafts(seq_ids)
 
+    def drafted(self, seq_id: int) -> DraftState | None:
+        """Return the draft tokens of a sequence, or None without any task of it."""
+        return self._states.get(seq_id)
+
     def drop_drafts(self, seq_ids: Sequence[int]) -> None:
         """Drop the draft tokens of sequences; their pages stay."""
         for seq_id in seq_ids:
@@ -118,7 +126,7 @@ class NeuralDrafter:
         logits = self._shared(self._prefill([*tasks, *extra]))  # before the history is looked at
         sampler = self._sampler([*tasks, *extra])
         sampler.draw(
-            self._constrained.mask_logits(
+            self.constrained.mask_logits(
                 [self.grammar_states.get(task.seq_id) for task in (*tasks, *extra)], logits
             )
         )
@@ -278,8 +286,7 @@ class NeuralDrafter:
                 step.policy.cache_salt,
             )
             state = DraftState(step.stop, step.policy)
-            written = self.runner.positions(prefill)
-            return DraftTask(step.seq_id, prefill, state, step.gamma, written)
+            return self._begun(step.seq_id, prefill, state, step.gamma)
         if step.gamma <= len(state.tokens):
             del state.tokens[step.gamma :], state.rows[step.gamma :]
             return None
@@ -288,7 +295,11 @@ class NeuralDrafter:
     def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
         """Return the task that writes the uncached draft tokens and continues after them."""
         step = state.missing_step(seq_id, self.runner.cache.length(seq_id))
-        return DraftTask(seq_id, step, state, num_wanted, self.runner.positions(step))
+        return self._begun(seq_id, step, state, num_wanted)
+
+    def _begun(self, seq_id: int, prefill: Step, state: DraftState, num_wanted: int) -> DraftTask:
+        task = DraftTask(seq_id, prefill, state, num_wanted, self.runner.positions(prefill))
+        return task if self._begin is None else self._begin(task)
 
     def _advance_grammars(self, steps: Sequence[DraftStep]) -> bool:
         """Move the grammar states to the end of the draft tokens, and return if there are any."""
@@ -313,8 +324,11 @@ class NeuralDrafter:
         self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool], *, constrained: bool
     ) -> None:
         """Prefill, and draw for tasks in falling order of `num_wanted`."""
+        if self._draw_all is not None:
+            self._draw_all(tasks, constrained)
+            return
         if constrained:
-            self._constrained.draw(tasks, should_stop)
+            self.constrained.draw(tasks, should_stop)
             return
         logits = self._prefill(tasks)
         drawing = [task for task in tasks if task.num_wanted]

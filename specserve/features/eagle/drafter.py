@@ -1,6 +1,6 @@
 """Draft with an EAGLE-3 head: layers over the target's hidden states, with a cache of its own.
 
-It drafts as a model does, token by token, or in one pass if it is a P-EAGLE head. What it adds is
+It drafts as a model does, token by token, or in one pass if it is a P-EAGLE head. What is added is
 where its rows get their states from, and that rows of draft tokens are computed again once the
 target's own states are there.
 """
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
+from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.branch_budget import MAX_BRANCHES
-from specserve.drafters.neural.draft_state import DraftState, DraftTask
+from specserve.drafters.neural.draft_state import DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.features.eagle.block_drafts import BlockDrafting, MaskRow, mask_row
 from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleWeights
@@ -73,10 +74,11 @@ class HeadOptions:
         )
 
 
-class EagleDrafter(NeuralDrafter):
-    """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
+class EagleDrafter:
+    """A drafter that runs a head on the states of a target, which `receive_hidden` brings.
 
-    runner: Runner
+    Implements `base.ForkableDrafter` by a `NeuralDrafter`.
+    """
 
     def __init__(
         self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
@@ -85,12 +87,20 @@ class EagleDrafter(NeuralDrafter):
 
         With a mask row it drafts all tokens in one pass.
         """
-        super().__init__(runner, **options)
-        self._target_states = states
+        self.runner, self._target_states = runner, states
+        self._drafter = NeuralDrafter(
+            runner,
+            begin=self._with_loose_rows,
+            draw_all=None if mask is None else self._draw_block,
+            **options,
+        )
+        self.context, self.support = self._drafter.context, self._drafter.support
         self._block = (
             None
             if mask is None
-            else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
+            else BlockDrafting(
+                runner, states, mask, self._drafter.constrained, support=self.support
+            )
         )
         # Rows of each sequence that were computed when it had all states that they read.
         self._num_certain: dict[int, int] = {}
@@ -222,15 +232,52 @@ class EagleDrafter(NeuralDrafter):
         """Keep new states of the target, until the steps that read them."""
         self._target_states.receive(hidden)
 
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        """Return one proposal for each step; past the deadline, by the clock, they are shorter."""
+        return self.draft(steps, lambda: self._drafter.clock() > deadline)
+
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Return proposals, with the rows of their draft tokens not counted as cached.
+
+        They were computed from the head's own states, so the next step repeats those accepted.
+        """
+        if self._block is not None:  # a pass begins at the newest token; it draws the same again
+            self._drafter.drop_drafts(
+                [
+                    step.seq_id
+                    for step in steps
+                    if (state := self._drafter.drafted(step.seq_id)) is not None
+                    and len(state.tokens) < step.gamma
+                ]
+            )
+        return [
+            replace(proposal, num_cached=min(proposal.num_cached, step.stop))
+            for step, proposal in zip(steps, self._drafter.draft(steps, should_stop), strict=True)
+        ]
+
+    def forecast_outcomes(
+        self,
+        seq_ids: Sequence[int],
+        width: int,
+        undrafted: Sequence[DraftStep] = (),
+        extra_steps: Sequence[DraftStep] = (),
+    ) -> Sequence[OutcomeForecast]:
+        return self._drafter.forecast_outcomes(seq_ids, width, undrafted, extra_steps)
+
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        return self._drafter.fork(seq_id, branch_id, length)
+
     def release(self, seq_ids: Sequence[int]) -> None:
-        super().release(seq_ids)
+        self._drafter.release(seq_ids)
         self._target_states.release(seq_ids)
         for seq_id in seq_ids:
             self._num_certain.pop(seq_id, None)
 
     def promote_branch(self, seq_id: int, branch_id: int) -> None:
         """Replace the sequence; the branch's rows after its own certain ones are computed again."""
-        super().promote_branch(seq_id, branch_id)
+        self._drafter.promote_branch(seq_id, branch_id)
         self._num_certain.pop(branch_id, None)
 
     def _on_written(self, steps: Sequence[Step]) -> None:
@@ -239,24 +286,12 @@ class EagleDrafter(NeuralDrafter):
             return
         self._target_states.store(steps)
         for step in steps:
-            self._num_certain[step.seq_id] = self._states[step.seq_id].start
+            state = self._drafter.drafted(step.seq_id)
+            assert state is not None, "a pass has tasks"
+            self._num_certain[step.seq_id] = state.start
 
-    def _task(self, step: DraftStep) -> DraftTask | None:
-        state = self._states.get(step.seq_id)
-        if self._block is not None and state is not None and len(state.tokens) < step.gamma:
-            self.drop_drafts([step.seq_id])  # a pass begins at the newest token; it draws the same
-        task = super()._task(step)
-        return None if task is None else self._with_loose_rows(task)
-
-    def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
-        return self._with_loose_rows(super()._resume_task(seq_id, state, num_wanted=num_wanted))
-
-    def _draw_tasks(
-        self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool], *, constrained: bool
-    ) -> None:
-        if self._block is None:
-            super()._draw_tasks(tasks, should_stop, constrained=constrained)
-            return
+    def _draw_block(self, tasks: Sequence[DraftTask], constrained: bool) -> None:
+        assert self._block is not None
         looks_back = any(task.state.policy.warp.needs_history for task in tasks)
         self._block.draw(tasks, constrained=constrained or looks_back)
 
@@ -274,14 +309,6 @@ class EagleDrafter(NeuralDrafter):
         tokens = tuple(self.runner.cache.tokens(seq_id, start, prefill.start).tolist())
         prefill = replace(prefill, start=start, tokens=tokens + prefill.tokens)
         return replace(task, prefill=prefill, written=self.runner.positions(prefill))
-
-    def _proposal(self, step: DraftStep) -> Proposal:
-        """Return the proposal, with the rows of its draft tokens not counted as cached.
-
-        They were computed from the head's own states, so the next step repeats those accepted.
-        """
-        proposal = super()._proposal(step)
-        return replace(proposal, num_cached=min(proposal.num_cached, step.stop))
 
 
 def _find_head(config: Config) -> Path:

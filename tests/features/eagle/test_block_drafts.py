@@ -124,15 +124,14 @@ def test_uneven_gammas_share_the_pass_and_the_masks_leave_the_cache(
         DraftStep(i, 0, tuple(text), gamma, POLICY)
         for i, (text, gamma) in enumerate(zip(texts, gammas, strict=True))
     ]
-    proposals = pair.drafter.propose(steps, math.inf)
+    proposals, cache = pair.drafter.propose(steps, math.inf), pair.drafter.runner.cache
     assert pair.num_passes == 1
     assert tuple(len(each.tokens) for each in proposals) == gammas
     for text, gamma, proposal in zip(texts, gammas, proposals, strict=True):
-        assert proposal.num_cached == pair.drafter.num_cached(proposal.seq_id) == len(text)
+        assert proposal.num_cached == cache.length(proposal.seq_id) == len(text)
         if gamma:
             expected = (pair.block_logits(text, gamma) / TEMPERATURE).softmax(-1).numpy()
             np.testing.assert_allclose(dense(proposal), expected, atol=TOLERANCE)
-    cache = pair.drafter.runner.cache
     cache.check()
     assert cache.num_used == sum(-(-len(text) // cache.page_size) for text in texts)
     # Another gamma draws the same tokens, as many as are wanted.
