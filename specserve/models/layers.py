@@ -203,12 +203,16 @@ class PlainGate(nn.Module):
         return F.silu(gate).mul_(up)
 
 
+def kernel_of(dtype: torch.dtype) -> LinearKernel:
+    """Return the kernel of the layers that are made now in a number format that is packed."""
+    is_choice = dtype == torch.bfloat16
+    return current_weights().kernel if is_choice else linear_kernel(dtype=dtype)
+
+
 def _kernel_for(weight: Tensor) -> LinearKernel:
-    """Return the kernel of a layer with that weight [out, in]; that of bf16 is a choice."""
+    """Return the kernel of a layer with that weight [out, in]."""
     outer, inner = weight.shape
-    is_choice = weight.dtype == torch.bfloat16
-    kernel = current_weights().kernel if is_choice else linear_kernel(dtype=weight.dtype)
-    return row_invariant_kernel(kernel, inner, outer, weight.dtype)
+    return row_invariant_kernel(kernel_of(weight.dtype), inner, outer, weight.dtype)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from specserve.models.cpu.linear_kernels import CompiledKernel
 from specserve.models.gpu.card_kernels import card_kernels
-from specserve.models.layers import can_pack, current_weights
+from specserve.models.layers import can_pack, kernel_of
 
 
 class RMSNorm:
@@ -20,8 +20,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
-        is_packed = can_pack(weight) and weight.dtype == torch.bfloat16
-        kernel = current_weights().kernel if is_packed else None
+        kernel = kernel_of(weight.dtype) if can_pack(weight) else None
         self.compiled = kernel if isinstance(kernel, CompiledKernel) else None
         self.mirrored = (
             torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None

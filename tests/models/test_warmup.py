@@ -45,7 +45,7 @@ def test_warm_up_stops_early_for_a_short_context_or_a_slow_machine() -> None:
     short, slow = FakeTarget(context=20), FakeTarget(context=4096, slow=200.0)
     assert max(rows for rows, _ in warm_up(short, clock=lambda: short.now)) == 16
     curve = warm_up(slow, clock=lambda: slow.now)
-    assert slow.now < 7
+    assert slow.now < 5
     assert [rows for rows, _ in curve] == [1, 8, 32], "what shows its shape comes first"
     assert len(warm_up(slow, clock=lambda: slow.now, timed=False)) == len(WARMUP_ROWS), (
         "ranks must all do the same, however slow"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
-from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.branch_budget import MAX_BRANCHES
 from specserve.drafters.neural.draft_state import DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
@@ -95,6 +94,7 @@ class EagleDrafter:
             **options,
         )
         self.context, self.support = self._drafter.context, self._drafter.support
+        self.forecast_outcomes, self.fork = self._drafter.forecast_outcomes, self._drafter.fork
         self._block = (
             None
             if mask is None
@@ -256,18 +256,6 @@ class EagleDrafter:
             replace(proposal, num_cached=min(proposal.num_cached, step.stop))
             for step, proposal in zip(steps, self._drafter.draft(steps, should_stop), strict=True)
         ]
-
-    def forecast_outcomes(
-        self,
-        seq_ids: Sequence[int],
-        width: int,
-        undrafted: Sequence[DraftStep] = (),
-        extra_steps: Sequence[DraftStep] = (),
-    ) -> Sequence[OutcomeForecast]:
-        return self._drafter.forecast_outcomes(seq_ids, width, undrafted, extra_steps)
-
-    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
-        return self._drafter.fork(seq_id, branch_id, length)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._drafter.release(seq_ids)

@@ -105,9 +105,7 @@ def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Fi
     if bf16 or torch.cuda.is_available():
         yield ok("torch", found)
     else:
-        remedy = (
-            "on this CPU float32 is used, which takes twice the memory and a pass twice as long"
-        )
+        remedy = "on this CPU float32 is used: weights take twice the memory and twice the reading"
         yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
 
 
