@@ -82,7 +82,7 @@ def test_a_grammar_that_cannot_be_obeyed_is_refused_before_anything_runs(llm: LL
         llm.generate("x", Sampling(guided={"json": {"not": {}}}))
 
 
-class Engine(FakeService):
+class LLMService(FakeService):
     """A service over the engine in this process, for one request at a time."""
 
     def __init__(self, llm: LLM) -> None:
@@ -122,7 +122,7 @@ def test_a_required_call_has_arguments_that_validate(llm: LLM, choice: Any) -> N
         "seed": 1,
     }
     with (
-        serving(Engine(llm), max_context=1024) as server,
+        serving(LLMService(llm), max_context=1024) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
     ):
         answer: Any = client.chat.completions.create(model="demo", messages=CHAT, **options)
@@ -169,7 +169,7 @@ def test_an_optional_call_is_forced_from_its_trigger_on(llm: LLM, before: str) -
 
 def test_the_examples_of_the_docs_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md").read_text()
-    with serving(Engine(llm), max_context=1024) as server:
+    with serving(LLMService(llm), max_context=1024) as server:
         program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
         code = compile(
             program.replace("http://127.0.0.1:8000", server.url),

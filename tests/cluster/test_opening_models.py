@@ -18,14 +18,14 @@ from tests.support.fakes import model_info
 FAILED = DeploymentUnavailableError(DeploymentID("Engine-large", "app"))
 
 
-class Engine:
+class EngineHandle:
     """A handle whose deployment has failed once, and runs then."""
 
     def __init__(self) -> None:
         self.answers: list[EngineInfo | Exception] = [FAILED, EngineInfo(model_info())]
 
     @property
-    def info(self) -> Engine:
+    def info(self) -> EngineHandle:
         return self
 
     async def remote(self) -> EngineInfo:
@@ -35,11 +35,11 @@ class Engine:
         return answer
 
 
-class Board:
+class BoardHandle:
     """A handle of a board to which no engine has reported."""
 
     @property
-    def engine_info(self) -> Board:
+    def engine_info(self) -> BoardHandle:
         return self
 
     async def remote(self, name: str) -> None:
@@ -50,9 +50,9 @@ def test_a_failed_deployment_is_asked_again_unless_it_is_that_of_the_only_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
-    assert asyncio.run(model_of(Engine(), Board(), may_fail=False)) == model_info()
+    assert asyncio.run(model_of(EngineHandle(), BoardHandle(), may_fail=False)) == model_info()
     with pytest.raises(DeploymentUnavailableError):
-        asyncio.run(model_of(Engine(), Board()))
+        asyncio.run(model_of(EngineHandle(), BoardHandle()))
 
 
 def test_a_gateway_opens_without_a_model_whose_engines_do_not_come(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from specserve.engine.prefill import distinct_prompts
 from specserve.engine.prefixes import PrefixIndex
-from specserve.types import Chunk, FinishReason, Request, Warp
+from specserve.types import FinishReason
 from tests.engine.test_scheduler import plan, play, queue, scheduler, tokens
 from tests.support.fakes import (
     VOCAB,
-    FakeDrafter,
-    FakeTarget,
     model_info,
-    open_coordinator,
     text,
 )
+from tests.support.served import Served
 
 
 def shares(*lengths: int) -> tuple[list[int], list[int]]:
@@ -127,37 +123,17 @@ def test_the_drafter_is_not_held_to_its_budget_by_pages_that_it_finds() -> None:
     assert batch.num_caught_up <= 64
 
 
-class Served:
-    """A coordinator over fakes whose workers lose what they hold now and then."""
-
-    def __init__(self, rng: random.Random) -> None:
-        info = model_info(
+def serve(rng: random.Random) -> Served:
+    return Served(
+        alpha=0.7 if rng.random() < 0.5 else None,
+        info=model_info(
             num_pages=rng.choice([60, 1000]), page_size=4, prefix_caching=True, max_context=240
-        )
-        self.target, self.chunks = FakeTarget(info), dict[int, list[Chunk]]()
-        self.coordinator = open_coordinator(
-            self.target,
-            FakeDrafter(0.7) if rng.random() < 0.5 else None,
-            info=info,
-            emit=self.receive,
-            max_running=rng.choice([3, 30]),
-            max_batch_tokens=rng.choice([None, 5, 20, 100]),
-            gamma=rng.choice([None, 0, 3]),
-        )
-
-    def receive(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self.chunks[chunk.seq_id].append(chunk)
-
-    def submit(self, prompt: tuple[int, ...], max_tokens: int) -> int:
-        request = Request(prompt, max_tokens, Warp(temperature=0.0), seed=1, ignore_eos=True)
-        seq_id = self.coordinator.submit(request)
-        self.chunks[seq_id] = []
-        return seq_id
-
-    async def play(self, num_rounds: int) -> None:
-        for _ in range(num_rounds):
-            await self.coordinator.round()
+        ),
+        max_running=rng.choice([3, 30]),
+        max_batch_tokens=rng.choice([None, 5, 20, 100]),
+        gamma=rng.choice([None, 0, 3]),
+        max_gamma=16,
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -165,7 +141,7 @@ def test_every_request_ends_with_its_own_text_whatever_it_shares_or_loses(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    served = Served(rng)
+    served = serve(rng)
     beginnings = [
         tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 90))) for _ in range(3)
     ]
@@ -175,21 +151,18 @@ def test_every_request_ends_with_its_own_text_whatever_it_shares_or_loses(
         prompt = (*rng.choice(beginnings), *range(rng.choice([0, 0, 1, 20])))
         max_tokens = rng.choice([1, 1, 5, 30])
         for _ in range(rng.choice([1, 1, 4])):
-            made[served.submit(prompt, max_tokens)] = prompt, max_tokens
+            made[served.submit(*prompt, max_tokens=max_tokens)] = prompt, max_tokens
         if rng.random() < 0.3:
             cancelled.add(rng.choice(list(made)))
             served.coordinator.cancel(max(cancelled))
         if turn == 10:
             served.target.caches.clear()
             served.target.errors.append(RuntimeError("lost"))
-        asyncio.run(served.play(rng.randrange(4)))
-    for _ in range(5000):
-        if not served.coordinator.has_work:
-            break
-        asyncio.run(served.play(1))
+        served.rounds(rng.randrange(4))
+    served.finish()
     for seq_id, (prompt, max_tokens) in made.items():
-        got = tuple(token for chunk in served.chunks[seq_id] for token in chunk.tokens)
-        last = served.chunks[seq_id][-1]
+        got = served.tokens(seq_id)
+        last = served.last(seq_id)
         assert last.finish is FinishReason.LENGTH or seq_id in cancelled
         assert got == text(prompt, max_tokens)[: len(got)]
         assert last.finish is not FinishReason.LENGTH or len(got) == max_tokens

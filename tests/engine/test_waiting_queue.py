@@ -17,7 +17,7 @@ from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
 REQUEST = Request((1, 2, 3), 4, Warp(), seed=1)
 
 
-class Engine:
+class Shares:
     """A scheduler whose sequences run as long as the test wants them to."""
 
     def __init__(self, *, max_running: int = 2, num_pages: int = 1000) -> None:
@@ -63,7 +63,7 @@ class Engine:
 
 
 def test_a_client_with_one_request_does_not_wait_behind_the_many_of_another() -> None:
-    engine = Engine()
+    engine = Shares()
     engine.queue("aaaaaa")
     assert engine.running() == "aa"
     engine.queue("b")
@@ -72,7 +72,7 @@ def test_a_client_with_one_request_does_not_wait_behind_the_many_of_another() ->
 
 
 def test_places_go_to_the_client_with_the_fewest_until_all_have_the_same() -> None:
-    engine = Engine(max_running=6)
+    engine = Shares(max_running=6)
     engine.queue("aaaaaaaaaabbbbbbc")
     assert sorted(engine.running()) == list("aaabbc")
     engine.end("c")
@@ -83,7 +83,7 @@ def test_places_go_to_the_client_with_the_fewest_until_all_have_the_same() -> No
 
 
 def test_one_client_s_requests_run_in_order_of_arrival() -> None:
-    engine = Engine(max_running=3)
+    engine = Shares(max_running=3)
     engine.queue("aaaaa")
     engine.running()
     assert [sequence.seq_id for sequence in engine.scheduler.running] == [0, 1, 2]
@@ -91,7 +91,7 @@ def test_one_client_s_requests_run_in_order_of_arrival() -> None:
 
 
 def test_a_lower_priority_number_runs_first_and_equal_ones_in_order_of_arrival() -> None:
-    engine = Engine(max_running=1)
+    engine = Shares(max_running=1)
     order = []
     for priority in (0, 1, -1, 1, -1, 0):
         engine.queue("a", priority=priority)
@@ -102,7 +102,7 @@ def test_a_lower_priority_number_runs_first_and_equal_ones_in_order_of_arrival()
 
 
 def test_a_priority_takes_nothing_from_the_share_of_another_client() -> None:
-    engine = Engine(max_running=2)
+    engine = Shares(max_running=2)
     engine.queue("aaa", priority=-5)
     engine.queue("b", priority=5)
     assert sorted(engine.running()) == ["a", "b"]
@@ -112,7 +112,7 @@ def test_a_priority_takes_nothing_from_the_share_of_another_client() -> None:
 
 
 def test_the_highest_priority_number_of_a_client_is_preempted_and_comes_back_first() -> None:
-    engine = Engine(max_running=3, num_pages=20)
+    engine = Shares(max_running=3, num_pages=20)
     engine.queue("a", length=14, priority=3)
     engine.queue("aa", length=14)
     assert engine.ids() == [1, 2, 0]
@@ -127,7 +127,7 @@ def test_the_highest_priority_number_of_a_client_is_preempted_and_comes_back_fir
 
 
 def test_preemption_takes_the_pages_of_the_youngest_client_whatever_its_priority() -> None:
-    engine = Engine(max_running=2, num_pages=10)
+    engine = Shares(max_running=2, num_pages=10)
     engine.queue("a", length=14, priority=9)
     engine.queue("b", length=14, priority=-9)
     assert engine.ids() == [0, 1]
@@ -137,7 +137,7 @@ def test_preemption_takes_the_pages_of_the_youngest_client_whatever_its_priority
 
 def test_a_preempted_sequence_runs_again_before_a_new_one_of_any_client() -> None:
     """Some sequence would otherwise be preempted again and again, and never end."""
-    engine = Engine(max_running=2, num_pages=10)
+    engine = Shares(max_running=2, num_pages=10)
     engine.queue("aa", length=14)
     assert engine.running() == "aa"
     first, second = engine.scheduler.running
@@ -152,7 +152,7 @@ def test_a_preempted_sequence_runs_again_before_a_new_one_of_any_client() -> Non
 
 
 def test_decoding_in_turns_reaches_everyone_also_when_a_later_arrival_runs_first() -> None:
-    engine = Engine(max_running=4)
+    engine = Shares(max_running=4)
     engine.queue("aaab")
     assert engine.running() == "abaa"
     for sequence in engine.scheduler.running:
@@ -179,7 +179,7 @@ def test_decoding_in_turns_reaches_everyone_also_when_a_later_arrival_runs_first
 def test_a_place_is_taken_from_the_newest_of_the_client_that_has_most(
     queued: str, asks: str, displaced: int | None
 ) -> None:
-    engine = Engine(max_running=2)
+    engine = Shares(max_running=2)
     engine.queue(queued)
     engine.running()
     found = engine.scheduler.displace_for(asks)

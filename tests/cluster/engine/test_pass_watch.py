@@ -12,6 +12,7 @@ from specserve.cluster.engine.pass_watch import DraftWatch, PassWatch, RankTimes
 from specserve.engine.stragglers import MIN_PASSES, NUM_RECENT, SlowPass
 from specserve.types import DraftStep, Policy, Proposal, Span, Verdict, VerifyStep, Warp
 from specserve.wire.messages import Proposals, Verdicts
+from tests.support.clock import Clock
 
 STEP = VerifyStep(3, 7, (1, 2), (5,), None, Policy(Warp(), "block", seed=1, prompt_length=2))
 GRAMMAR: Any = object()
@@ -30,12 +31,12 @@ class Watched:
 
     def __init__(self, *, max_slow_s: float | None = None) -> None:
         self.found: list[SlowPass] = []
-        self.now, self.num_too_slow = 0.0, 0
+        self.clock, self.num_too_slow = Clock(), 0
         self.watch = PassWatch(
             max_slow_s=max_slow_s,
             on_slow_pass=self.found.append,
             on_too_slow=self.count_too_slow,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         self.learn()
 
@@ -75,7 +76,7 @@ def test_lasting_slowness_ends_ranks_only_past_the_limit_and_only_if_there_is_on
         for watched in (limited, unlimited):
             assert watched.observe(2.0, 2.0) is None
     for watched in (limited, unlimited):
-        watched.now = 61.0
+        watched.clock.now = 61.0
     why = limited.observe(2.0, 2.0)
     assert why is not None
     assert "for 61 s most of the last 32 passes" in why
@@ -89,7 +90,7 @@ def test_other_ranks_are_not_compared_with_those_before_them() -> None:
     watched = Watched(max_slow_s=60.0)
     for _ in range(NUM_RECENT):
         watched.observe(2.0, 2.0)
-    watched.now, watched.found = 61.0, []
+    watched.clock.now, watched.found = 61.0, []
     watched.watch.restart()
     for _ in range(2 * MIN_PASSES):
         assert watched.observe(2.0, 2.0) is None

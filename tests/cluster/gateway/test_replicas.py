@@ -52,7 +52,7 @@ class Call:
         self.cancelled = True
 
 
-class Engine:
+class EngineHandle:
     """Handle of an engine, with `generate.remote`."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Engine:
         self.resumed: list[int] = []
 
     @property
-    def generate(self) -> Engine:
+    def generate(self) -> EngineHandle:
         return self
 
     def remote(self, request: Request, number: int, address: object) -> Call:
@@ -77,9 +77,9 @@ class Engine:
             await asyncio.sleep(0.005)
 
 
-def run(scenario: Callable[[EngineReplicas, Engine, ChunkSender], Any]) -> None:
+def run(scenario: Callable[[EngineReplicas, EngineHandle, ChunkSender], Any]) -> None:
     async def main() -> None:
-        receiver, engine, keys = ChunkReceiver("127.0.0.1"), Engine(), KeyPair.generate()
+        receiver, engine, keys = ChunkReceiver("127.0.0.1"), EngineHandle(), KeyPair.generate()
         replicas, sender = (
             EngineReplicas(
                 engine, None, receiver, replica_id="g", on_resume=lambda: engine.resumed.append(1)
@@ -102,7 +102,7 @@ def chunk(number: int, start: int, token: int, finish: FinishReason | None = Non
 
 
 def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         async def tokens() -> list[int]:
             return [chunk.tokens[0] async for chunk in replicas.generate(REQUEST)]
 
@@ -128,7 +128,7 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
 def test_an_engine_cannot_send_chunks_of_requests_that_others_have(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         received: list[int] = []
 
         async def listen() -> None:
@@ -163,7 +163,7 @@ def another_engine(replicas: EngineReplicas) -> ChunkSender:
 
 
 def test_only_a_complete_answer_of_the_board_ends_the_trust_in_an_engine() -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         # A board that has just restarted names one engine only.
         another = KeyPair.generate().public
         replicas.admit_engines(EngineKeys(frozenset({another}), is_complete=False))
@@ -202,7 +202,7 @@ def test_engines_of_another_release_are_tried_for_a_while_and_then_the_request_i
     now = 0.0
     monkeypatch.setattr("specserve.cluster.gateway.replicas.FIRST_UNSUITABLE_RETRY_S", 0.0)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         nonlocal now
         replicas._clock = lambda: now
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
@@ -253,7 +253,7 @@ def test_an_engine_refuses_the_request_of_a_gateway_of_another_release() -> None
 def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
     ending: Callable[[Any], None], kind: type[Exception]
 ) -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         chunks = replicas.generate(REQUEST)
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.05)
@@ -270,7 +270,7 @@ def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
 ) -> None:
     monkeypatch.setattr("specserve.cluster.gateway.replicas.PROBE_EVERY_S", 1.0)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         async def refused() -> bool:
             try:
                 replicas.require_room()  # as the gateway does before it reads the request
@@ -299,7 +299,7 @@ def test_each_request_that_ends_lets_one_through_to_a_full_engine(
     monkeypatch.setattr("specserve.cluster.gateway.replicas.PROBE_EVERY_S", 60.0)
     monkeypatch.setattr("specserve.cluster.gateway.replicas.FULL_FOR_S", 60.0)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         async def answered() -> bool:
             replicas.require_room()
             return [chunk async for chunk in replicas.generate(REQUEST)] != []
@@ -336,7 +336,7 @@ def test_requests_are_sent_again_a_while_after_the_last_refusal(
     monkeypatch.setattr("specserve.cluster.gateway.replicas.PROBE_EVERY_S", 60.0)
     monkeypatch.setattr("specserve.cluster.gateway.replicas.FULL_FOR_S", 0.0)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         refused = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
         await engine.called(1)
         engine.calls[0].result.set_result(Overloaded("the queue is full"))
@@ -348,7 +348,7 @@ def test_requests_are_sent_again_a_while_after_the_last_refusal(
 
 
 def test_closing_the_stream_cancels_the_call() -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         chunks = replicas.generate(REQUEST)
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.05)
@@ -373,7 +373,7 @@ def test_a_text_resumes_on_another_engine_where_it_was(
 ) -> None:
     monkeypatch.setattr("specserve.cluster.gateway.replicas.LAST_CHUNK_S", 0.05)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         async def listen() -> list[Chunk]:
             return [chunk async for chunk in replicas.generate(REQUEST)]
 
@@ -418,7 +418,7 @@ def test_a_request_that_loses_every_engine_without_getting_further_fails_and_say
     monkeypatch.setattr("specserve.cluster.gateway.resume.FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr("specserve.cluster.gateway.resume.MAX_STALL_S", 0.5)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
         for life in range(8):
             await engine.called(life + 1)
@@ -479,7 +479,7 @@ def test_a_text_that_has_begun_waits_where_every_queue_is_full(
 ) -> None:
     monkeypatch.setattr("specserve.cluster.gateway.replicas.FULL_RETRY_S", 0.01)
 
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
         await engine.called(1)
         engine.calls[0].result.set_exception(ActorDiedError())
@@ -497,7 +497,7 @@ def test_a_text_that_has_begun_waits_where_every_queue_is_full(
 def test_a_chunk_whose_predecessor_was_lost_is_dropped_and_the_text_resumes_before_it(
     num_lost: int,
 ) -> None:
-    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+    async def scenario(replicas: EngineReplicas, engine: EngineHandle, sender: ChunkSender) -> None:
         async def listen() -> list[Chunk]:
             return [chunk async for chunk in replicas.generate(REQUEST)]
 
@@ -530,7 +530,7 @@ FAST = LinkTiming(
 )
 
 
-class Writer(Engine):
+class Writer(EngineHandle):
     """Engine that writes the tokens 0, 1, ... through a link, and pauses after half of them."""
 
     def __init__(self, sender: ChunkSender) -> None:
@@ -659,7 +659,7 @@ class BoardHandle:
 
 def replicas_of(board: BoardHandle, clock: SimpleNamespace) -> EngineReplicas:
     return EngineReplicas(
-        Engine(),
+        EngineHandle(),
         board,
         ChunkReceiver("127.0.0.1"),
         replica_id="g",

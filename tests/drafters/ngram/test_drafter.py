@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +21,11 @@ from specserve.drafters.ngram.tables import TABLES_FILE, BigramTable, count_text
 from specserve.errors import ConfigError, TokenizerMismatch
 from specserve.llm.inprocess import LocalDrafter
 from specserve.sampling import Purpose, exponential, row_keys
-from specserve.types import Chunk, DraftStep, Policy, Proposal, Request, Warp
+from specserve.types import DraftStep, Policy, Proposal, Request, Warp
 from tests.support.chi_square import Fit
 from tests.support.fakes import VOCAB as FAKE_VOCAB
-from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
+from tests.support.fakes import model_info, text
+from tests.support.served import Served
 
 VOCAB = 8
 GREEDY, SAMPLED = Warp(temperature=0.0), Warp()
@@ -337,44 +337,18 @@ def test_missing_and_useless_keys_of_a_kind_are_named(tables: Path) -> None:
     assert ask(opened("max_gram", learn=False), step([1, 2]))[0].tokens == ()
 
 
-class Served:
-    """A coordinator over a fake target and a real drafter."""
-
-    def __init__(self, drafter: NgramDrafter, **options: Any) -> None:
-        self.emitted: list[Chunk] = []
-        info = model_info(num_pages=120, page_size=4)
-        self.coordinator = open_coordinator(
-            FakeTarget(info),
-            LocalDrafter(drafter),
-            info=info,
-            emit=self.emitted.extend,
-            max_batch_tokens=64,
-            max_running=12,
-            **options,
-        )
-
-    def finish(self) -> None:
-        async def run() -> None:
-            for _ in range(5000):
-                if not self.coordinator.has_work:
-                    return
-                await self.coordinator.round()
-            raise AssertionError("work remains")
-
-        asyncio.run(run())
-
-    def tokens(self, seq_id: int) -> tuple[int, ...]:
-        return tuple(
-            token for chunk in self.emitted if chunk.seq_id == seq_id for token in chunk.tokens
-        )
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_text_is_the_targets_own_when_gamma_changes_and_sequences_are_preempted(
     tables: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = of_kind(kind, tables, vocab=FAKE_VOCAB)
-    served, chance = Served(drafter), random.Random(0)
+    served = Served(
+        drafter=LocalDrafter(drafter),
+        info=model_info(num_pages=120, page_size=4),
+        max_batch_tokens=64,
+        max_running=12,
+    )
+    chance = random.Random(0)
     monkeypatch.setattr(
         served.coordinator.pacer,
         "choose",

@@ -9,14 +9,15 @@ from specserve.features.draft_pools.balance import (
     HealthChecks,
     PoolBalance,
 )
+from tests.support.clock import Clock
 
 
 class Device:
     """The balance of one device, with a clock of its own."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.balance = PoolBalance("here", lambda: self.now)
+        self._clock = Clock()
+        self.balance = PoolBalance("here", self._clock)
 
     def ask(
         self, engines: list[int], others: dict[str, int], *, reports: int = SETTLED
@@ -24,7 +25,7 @@ class Device:
         """Return all engines that are requested to move in `reports` reports, a second apart."""
         asked: list[int] = []
         for _ in range(reports):
-            self.now += 1.0
+            self._clock.now += 1.0
             asked += self.balance.engines_to_move(engines, {"here": 99, **others})
         return asked
 

@@ -76,7 +76,7 @@ def test_the_example_names_the_class_and_only_keys_that_exist() -> None:
     assert config.target.threads == 1
 
 
-class Served:
+class FakeEngine:
     """A local service over a coordinator with a fake target."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def run(scenario: Any) -> None:
 
 def test_requests_of_one_process_get_the_text_of_the_target() -> None:
     async def scenario() -> None:
-        served = Served()
+        served = FakeEngine()
         asked = [asyncio.create_task(served.tokens()) for _ in range(3)]
         rounds = asyncio.create_task(served.coordinator.run())
         for tokens in await asyncio.gather(*asked):
@@ -113,7 +113,7 @@ def test_requests_of_one_process_get_the_text_of_the_target() -> None:
 
 def test_a_request_whose_reader_leaves_is_cancelled() -> None:
     async def scenario() -> None:
-        served = Served()
+        served = FakeEngine()
         task = asyncio.create_task(served.tokens())
         await asyncio.sleep(0)
         assert served.coordinator.has_work
