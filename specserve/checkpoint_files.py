@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part, require
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.drafters.neural.draft_runner import Translate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol, runtime_checkable
 
-from specserve.config.cascade import CASCADE_KINDS
+from specserve.config.kinds import CASCADE_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_drafter
 from specserve.llm.inprocess import EngineParts, LocalDrafter

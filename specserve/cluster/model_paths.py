@@ -28,8 +28,8 @@ from specserve.cluster.placement import (
     gateway_bundle,
     with_drafts_that_fit,
 )
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.hub_models import is_hub_name
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.errors import ModelNotFound, first_line
 

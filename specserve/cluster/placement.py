@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.checks import check_draft
 from specserve.config.features import part
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.model_list import deployment_suffix
 from specserve.config.sections import DraftConfig, TargetConfig
 from specserve.config.tree import Config

@@ -1,7 +1,4 @@
-"""The kinds of drafters, and the keys of those that are stages of a cascade.
-
-It knows no other key of the config.
-"""
+"""The keys of a cascade's stages. Knows no other section."""
 
 from __future__ import annotations
 
@@ -18,24 +15,10 @@ from specserve.config.fields import (
     setting,
     text,
 )
+from specserve.config.kinds import CASCADE_KINDS, DTYPES, NGRAM_KINDS, device_name
 from specserve.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-NGRAM_KINDS = ("unigram", "bigram", "prompt_copy", "max_gram", "random")  # need no model
-CASCADE_KINDS = ("vertical", "horizontal", "cascade")
 STAGE_KINDS = ("neural", *NGRAM_KINDS)
-
-
-def device_name() -> FieldRule:
-    def read(value: object, key: str) -> str:
-        if isinstance(value, str) and (
-            value in ("auto", "cpu", "cuda")
-            or (value.startswith("cuda:") and value[5:].isdecimal())
-        ):
-            return value
-        raise ValueError
-
-    return FieldRule("auto, cpu, cuda or cuda:N", read)
 
 
 def stage_kind() -> FieldRule:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import check_features
 from specserve.config.fields import NAME
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.sections import DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 

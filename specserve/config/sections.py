@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specserve.config.cascade import (
-    DTYPES,
-    StageConfig,
-    device_name,
-    leniences,
-    token_matrix,
-)
+from specserve.config.cascade import StageConfig, leniences, token_matrix
 from specserve.config.fields import (
     boolean,
     choice,
@@ -28,6 +22,7 @@ from specserve.config.fields import (
     subsection,
     text,
 )
+from specserve.config.kinds import DTYPES, device_name
 from specserve.config.pool import PoolConfig
 from specserve.types import VERIFIERS
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS
 from specserve.config.features import part
+from specserve.config.kinds import CASCADE_KINDS, NGRAM_KINDS
 from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import AfterVerify

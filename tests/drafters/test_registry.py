@@ -9,7 +9,7 @@ import pytest
 
 from specserve import LLM, Sampling
 from specserve.cli.main import main
-from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.tree import DEMO
 from specserve.errors import ConfigError, ModelError
 

@@ -9,7 +9,7 @@ import torch
 from specserve.checkpoint_files import draft_translation
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerSite
-from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import DeviceFault

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS, StageConfig
+from specserve.config.cascade import StageConfig
+from specserve.config.kinds import CASCADE_KINDS, NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.errors import ConfigError
 

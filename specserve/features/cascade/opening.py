@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.drafters.ngram.build import open_ngram_parts

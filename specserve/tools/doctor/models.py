@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
-from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.features import part
 from specserve.config.hub_models import unpinned_models
+from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
 from specserve.config.tree import Config
 from specserve.models.checkpoints.find import describe, find_config
