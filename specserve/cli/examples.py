@@ -11,8 +11,8 @@ specserve serve --join 10.0.0.1:6379 --name second --set http.root_path=/second
 """,
     "generate": """
 specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0
-specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B \
---draft meta-llama/Llama-3.2-1B --gamma 5
+specserve generate --prompt 'What is a monad?' --target meta-llama/Llama-3.1-8B-Instruct \
+--draft meta-llama/Llama-3.2-1B-Instruct --gamma 5
 specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
 specserve generate --prompt 'for x in' --drafter prompt_copy --trace rounds.json
 """,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,21 +16,23 @@ from specserve.progress import ProgressBar
 from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
+    from specserve.api.continuation import OutputDelta
     from specserve.checkpoint_files import Checkpoints
     from specserve.llm.llm import Output
 
 
 def generate_text(
-    prompt: str,
+    read_prompt: Callable[[Checkpoints], tuple[int, ...]],
     sampling: Sampling,
     config: Config,
     trace: Path | None,
-    require: Callable[[Checkpoints], None],
+    write: Callable[[str], None],
 ) -> tuple[Output, float]:
-    """Return the output, and the seconds that its text took once the models were loaded.
+    """Write the text as it comes; return the output, and the seconds of all but loading.
 
-    `require` gets their files before.
+    `read_prompt` gets the files of the models before they are loaded.
     """
+    prompt: list[int] = []
     if trace is not None:
         _require_writable(trace)  # before minutes are spent on a trace that cannot be saved
     with quick_start(config):
@@ -40,17 +42,25 @@ def generate_text(
         from specserve.metrics import Registry
 
     journal = None if trace is None else TraceJournal(Registry())
-    with (
-        ProgressBar(sys.stderr) as bar,
-        LLM.from_config(config, journal, bar, require) as llm,
-    ):
-        bar("writing")
+    with ProgressBar(sys.stderr) as bar:
+        llm = LLM.from_config(config, journal, bar, lambda files: prompt.extend(read_prompt(files)))
+    with llm:
         start = time.perf_counter()
-        (output,) = llm.generate(prompt, sampling)
+        output = _written(llm.stream(prompt, sampling), write)
         seconds = time.perf_counter() - start
     if trace is not None and journal is not None:
         trace.write_text(json.dumps(journal.trace()))
     return output, seconds
+
+
+def _written(deltas: Generator[OutputDelta, None, Output], write: Callable[[str], None]) -> Output:
+    while True:
+        try:
+            delta = next(deltas)
+        except StopIteration as end:
+            output: Output = end.value
+            return output
+        write(delta.text)
 
 
 def _require_writable(file: Path) -> None:

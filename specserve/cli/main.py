@@ -19,7 +19,7 @@ from specserve.cli.completion import script
 from specserve.cli.config_options import config_from_options, draft_notice
 from specserve.cli.generation import generate_text
 from specserve.cli.parser import BadUsage, Parser
-from specserve.cli.prompt import check_length, check_text, summary
+from specserve.cli.prompt import check_length, check_text, prompt_ids, summary
 from specserve.cli.start import quick_exit
 from specserve.config.features import part
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
@@ -84,13 +84,19 @@ def generate(options: argparse.Namespace) -> None:
     check_text(options.prompt)
     config = config_from_options(options)
 
-    def require(checkpoints: Checkpoints) -> None:
-        _note(check_length(options.prompt, sampling.max_tokens, checkpoints, config.cache))
+    def read_prompt(checkpoints: Checkpoints) -> tuple[int, ...]:
+        ids = prompt_ids(options.prompt, checkpoints, is_chat=options.chat)
+        _note(check_length(len(ids), sampling.max_tokens, checkpoints, config.cache))
         _note(draft_notice(options, config))
         _note(config.demo.note)
+        return ids
 
-    output, seconds = generate_text(options.prompt, sampling, config, options.trace, require)
-    print(json.dumps(_json_output(output), indent=2) if options.json else output.text)
+    def write(text: str) -> None:
+        if not options.json:
+            print(text, end="", flush=True)
+
+    output, seconds = generate_text(read_prompt, sampling, config, options.trace, write)
+    print(json.dumps(_json_output(output), indent=2) if options.json else "")
     _note(summary(output, seconds))
 
 

@@ -23,14 +23,25 @@ def check_text(prompt: str) -> None:
         ) from None
 
 
+def prompt_ids(prompt: str, checkpoints: Checkpoints, *, is_chat: bool | None) -> tuple[int, ...]:
+    """Return the tokens of a prompt: a user's message in a chat, or the beginning of the text.
+
+    With `is_chat` None it is a chat if the model has a template for one.
+    """
+    tokenizer = checkpoints.tokenizer
+    if prompt and (tokenizer.has_chat_template if is_chat is None else is_chat):
+        return tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    return tokenizer.encode(prompt)
+
+
 def check_length(
-    prompt: str, max_tokens: int, checkpoints: Checkpoints, cache: CacheConfig
+    length: int, max_tokens: int, checkpoints: Checkpoints, cache: CacheConfig
 ) -> str | None:
     """Return a line if the text will end before `max_tokens`, where the context does.
 
-    Raises EmptyPrompt, or TooLong for a prompt that leaves no room in the context.
+    Raises EmptyPrompt, or TooLong for a prompt of a length that leaves no room in the context.
     """
-    length, context = len(checkpoints.tokenizer.encode(prompt)), checkpoints.context
+    context = checkpoints.context
     if not length:
         raise EmptyPrompt("the prompt is empty; it needs at least one token")
     if checkpoints.reads_prompt_apart:

@@ -111,8 +111,8 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None
-    ) -> Generator[OutputDelta, None, None]:
-        """Yield the text of one continuation as its rounds commit it.
+    ) -> Generator[OutputDelta, None, Output]:
+        """Yield the text of one continuation as its rounds commit it, and return the whole.
 
         Errors are raised. To leave the iterator early cancels the request. Other calls may be made
         between two deltas; they carry the stream on.
@@ -127,6 +127,7 @@ class LLM:
             yield rest
         if pending.error is not None:
             raise pending.error
+        return pending.output()
 
     def chat(
         self,

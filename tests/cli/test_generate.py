@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specserve.api.tokenizer import Tokenizer
 from specserve.cli.config_options import NO_DRAFT_NOTICE
 from specserve.cli.main import main
 from tests.support.checkpoints import CONTEXT, add_tokenizer, make, perturb
@@ -158,3 +159,58 @@ def test_the_program_ends_with_its_exit_code_and_all_that_it_printed(
     )
     assert (done.returncode, len(json.loads(done.stdout)["token_ids"])) == (0, 5)
     assert "passes of the target" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    target = make("llama", tmp_path_factory.mktemp("chat") / "target")
+    tokenizer = add_tokenizer(target)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(target)
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("has_template", "flags", "prompt"),
+    [
+        (True, [], "<user>ab"),
+        (True, ["--chat"], "<user>ab"),
+        (True, ["--no-chat"], "ab"),
+        (False, [], "ab"),
+        (False, ["--chat"], "user: ab\nassistant:"),
+    ],
+)
+def test_a_prompt_is_a_message_where_the_model_has_a_template_or_chat_is_requested(
+    pair: tuple[str, str],
+    chat_target: str,
+    has_template: bool,
+    flags: list[str],
+    prompt: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = chat_target if has_template else pair[0]
+    words = ["generate", "--prompt", "ab", "--target", target, "--draft", "none", *FEW]
+    assert main([*words, *flags, "--json"]) == 0
+    ids = json.loads(capsys.readouterr().out)["prompt_token_ids"]
+    assert Tokenizer.load(Path(target)).decode(ids) == prompt
+
+
+@pytest.mark.usefixtures("unopened")
+def test_an_empty_message_is_refused(
+    chat_target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--prompt", "", "--target", chat_target, "--draft", "none"]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_the_text_is_written_as_it_comes_and_is_that_of_one_piece(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "--prompt", "ab", "--target", pair[0], "--draft", "none", *FEW]
+    assert main([*words, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    written: list[str] = []
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    assert main(words) == 0
+    assert "".join(written) == text + "\n"
+    assert len([piece for piece in written if piece.strip()]) > 1
