@@ -71,6 +71,7 @@ class ModelBackend:
             "created": served.created,
             "owned_by": "specserve",
             "max_model_len": served.max_context,
+            "chat_template": self.tokenizer.has_chat_template,
         } | (parent if served.note is None else {**parent, "note": served.note})
 
 

@@ -196,9 +196,7 @@ def test_a_prompt_is_a_message_where_the_model_has_a_template_or_chat_is_request
 
 
 @pytest.mark.usefixtures("unopened")
-def test_an_empty_message_is_refused(
-    chat_target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_message_is_refused(chat_target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", "", "--target", chat_target, "--draft", "none"]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
 

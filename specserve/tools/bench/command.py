@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
@@ -27,7 +27,7 @@ from specserve.tools.bench.load import (
 )
 from specserve.tools.bench.measurement import Measurement
 from specserve.tools.bench.options import DEFAULT_WARM_UP, BenchOptions, read_key
-from specserve.tools.bench.prompts import CODE_PROMPTS, read_prompts
+from specserve.tools.bench.prompts import CODE_PROMPTS, QUESTIONS, read_prompts
 from specserve.tools.bench.report import BenchReport
 from specserve.tools.bench.streams import Stream
 
@@ -53,9 +53,9 @@ def bench(
     after the report.
     """
     address = ServerAddress.from_url(options.url, read_key(options.api_key_file))
-    template = _request_template(options)
+    own_prompts = None if options.prompts is None else read_prompts(options.prompts)
     with ProgressBar(progress, keeps=True) as bar:
-        report = asyncio.run(measure(options, address, template, bar, stable_s=stable_s))
+        report = asyncio.run(measure(options, address, own_prompts, bar, stable_s=stable_s))
     for line in report.lines():
         say(line)
     if options.json is not None:
@@ -71,13 +71,14 @@ def bench(
 async def measure(
     options: BenchOptions,
     address: ServerAddress,
-    template: RequestTemplate,
+    own_prompts: Sequence[str] | None,
     report_progress: ReportProgress,
     *,
     stable_s: float,
 ) -> BenchReport:
     """Load a server and return the report. Cancelled during the load, report what came so far."""
     model = await find_model(address, options.model)
+    template = _request_template(options, own_prompts, has_chat_template=model.has_chat_template)
     client = LoadClient(address, template, model=model.name, timeout_s=options.timeout)
     warm_up = range(options.requests, options.requests + options.num_warm_up)
     report_progress("warming up")
@@ -102,15 +103,19 @@ def _load(options: BenchOptions) -> LoadPattern:
     return ClosedLoop(options.clients)
 
 
-def _request_template(options: BenchOptions) -> RequestTemplate:
+def _request_template(
+    options: BenchOptions, own_prompts: Sequence[str] | None, *, has_chat_template: bool
+) -> RequestTemplate:
+    is_chat = has_chat_template if options.chat is None else options.chat
     return RequestTemplate(
-        prompts=CODE_PROMPTS if options.prompts is None else read_prompts(options.prompts),
+        prompts=own_prompts or (QUESTIONS if is_chat else CODE_PROMPTS),
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
         gamma=options.gamma,
         ignore_eos=options.ignore_eos,
-        numbered=options.prompts is None,
+        numbered=own_prompts is None,
+        is_chat=is_chat,
     )
 
 
@@ -160,6 +165,7 @@ class ModelUnderLoad:
 
     name: str
     label: str  # an adapter counts as its base
+    has_chat_template: bool = False  # as far as the server says
 
 
 async def find_model(address: ServerAddress, name: str | None) -> ModelUnderLoad:
@@ -173,7 +179,11 @@ async def find_model(address: ServerAddress, name: str | None) -> ModelUnderLoad
         raise SpecserveError("the server wants an API key: give --api-key-file")
     try:
         served = {
-            str(entry["id"]): str(entry.get("parent") or entry["id"])
+            str(entry["id"]): ModelUnderLoad(
+                str(entry["id"]),
+                str(entry.get("parent") or entry["id"]),
+                bool(entry.get("chat_template")),
+            )
             for entry in json.loads(answer.body)["data"]
         }
         chosen = next(iter(served)) if name is None else name
@@ -186,7 +196,7 @@ async def find_model(address: ServerAddress, name: str | None) -> ModelUnderLoad
             f"--model {chosen} is not served at {address}; there are {', '.join(served)}",
             param="model",
         )
-    return ModelUnderLoad(chosen, served[chosen])
+    return served[chosen]
 
 
 async def _stable_counters(

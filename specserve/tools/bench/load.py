@@ -86,12 +86,23 @@ class RequestTemplate:
     # Put a comment with the number before each prompt, so that no two prompts share a prefix and
     # the prefix cache does not help.
     numbered: bool
+    is_chat: bool = False
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, number: int) -> dict[str, object]:
         """Return the JSON body of the request with that number."""
         prompt = self.prompts[number % len(self.prompts)]
+        if self.numbered:
+            prompt = f"# {number}\n{prompt}"
         body: dict[str, object] = {
-            "prompt": f"# {number}\n{prompt}" if self.numbered else prompt,
+            **(
+                {"messages": [{"role": "user", "content": prompt}]}
+                if self.is_chat
+                else {"prompt": prompt}
+            ),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
         }
@@ -134,7 +145,7 @@ class LoadClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._address.post(
-                    "/v1/completions",
+                    self._template.path,
                     {"model": self.model, **self._template.body(number)},
                     into=stream,
                 )

@@ -26,6 +26,7 @@ class BenchOptions:
     requests: int = 64
     max_tokens: int = 128
     prompts: Path | None = None
+    chat: bool | None = None  # as the model has a chat template or none
     temperature: float = 0.0
     seed: int | None = None
     gamma: int | str | None = None
@@ -94,6 +95,8 @@ class BenchOptions:
             value = getattr(self, field.name)
             if value is False:
                 words.append("--no-" + field.name.replace("_", "-"))
+            elif value is True and value != field.default:
+                words.append(_option(field.name))
             elif value != field.default:
                 words += [
                     _option(field.name),
@@ -142,8 +145,14 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one prompt per line, or JSON lines with "prompt"; '
-        "beginnings of Python code by default",
+        help='one prompt per line, or JSON lines with "prompt"; beginnings of Python code, or '
+        "questions in chats, by default",
+    )
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="each prompt is a user's message; the default where the server says that the model "
+        "has a chat template",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default")
     add(

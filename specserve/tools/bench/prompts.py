@@ -1,4 +1,4 @@
-"""The default prompts, and prompts read from a file."""
+"""The default prompts, code and questions, and prompts read from a file."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ CODE_PROMPTS = (
     "def decorator(func):\n    @functools.wraps(func)\n    def wrapper(*args, **kwargs):\n",
     "class Iterator:\n    def __iter__(self):\n        return self\n\n    def __next__(self):\n",
     "import re\n\n_pattern = re.compile(r'\\s+')\n\n\ndef split_words(text):\n",
+)
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain why the sky is blue to a child of eight.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain its cost.",
+    "List five things to check before you buy a used bicycle.",
+    "Summarize in two sentences how a bill becomes a law in a parliament of two chambers.",
+    'Translate into French: "The train leaves at nine, so please be there a little earlier."',
+    "Give three reasons for and three against working from home.",
+    "Write a short letter to a landlord who has not repaired a broken heater for two weeks.",
+    "What is the difference between a list and a tuple in Python?",
+    "Describe the water cycle in four steps.",
+    "How many minutes are there in a week? Show the calculation.",
+    "Return a JSON object with the keys name, age and city for an invented person.",
+    "Suggest a dinner from rice, eggs and spinach, with its steps.",
+    "Who was Ada Lovelace, and what is she known for?",
+    "Rewrite in plain words: The aforementioned party shall forthwith remit the sum due.",
+    "Tell a story of three sentences about a lighthouse and a fox.",
 )
 
 

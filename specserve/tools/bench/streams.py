@@ -160,9 +160,11 @@ def _add_event(event: Mapping[str, Any], now: float, result: Stream) -> None:
     elif event.get("usage"):
         result.usage = event["usage"]
     elif event.get("choices"):
-        result.times.append(now)
         choice = event["choices"][0]
         delta = choice.get("delta", {})
+        if not event.get("origins") and _has_role_alone(choice, delta):
+            return
+        result.times.append(now)
         result.texts.append(choice.get("text") or delta.get("content") or "")
         result.calls += [
             call["function"].get("name", "") + call["function"]["arguments"]
@@ -174,6 +176,12 @@ def _add_event(event: Mapping[str, Any], now: float, result: Stream) -> None:
         if choice.get("finish_reason") is not None:
             result.final = event
             result.num_finals += 1
+
+
+def _has_role_alone(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool:
+    """Return True for the event by which some servers begin a chat, before its first token."""
+    rest = [key for key, value in delta.items() if value and key != "role"]
+    return "role" in delta and not rest and choice.get("finish_reason") is None
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> list[str]:

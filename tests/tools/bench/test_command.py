@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 
+from specserve.api.tokenizer import Tokenizer
 from specserve.cli.main import main
+from specserve.config.tree import DEMO
 from specserve.errors import BadValue, Overloaded, SpecserveError
 from specserve.metrics import Registry
 from specserve.progress import no_progress
 from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.command import bench, measure
-from specserve.tools.bench.load import RequestTemplate
 from specserve.tools.bench.options import BenchOptions, read_key
+from specserve.tools.bench.prompts import CODE_PROMPTS, QUESTIONS
 from specserve.tools.bench.report import BenchReport
 from specserve.types import Chunk, Request
 from tests.support.http_server import FakeService, serving, serving_several
@@ -211,6 +213,31 @@ def test_server_messages_are_escaped_in_the_html_report(tmp_path: Path) -> None:
     assert any("<b>&full</b>" in (cell or "") for cell in cells)
 
 
+@pytest.mark.parametrize(
+    ("has_template", "chat", "prompt"),
+    [
+        (True, None, "[user] # 0\n{question}[assistant]"),
+        (True, False, "# 0\n{code}"),
+        (False, None, "# 0\n{code}"),
+        (False, True, "user: # 0\n{question}\nassistant:"),
+    ],
+)
+def test_a_model_with_a_chat_template_is_loaded_with_questions_in_chats(
+    has_template: bool, chat: bool | None, prompt: str
+) -> None:
+    tokenizer = Tokenizer.load(DEMO / "target")
+    if has_template:
+        tokenizer._tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
+        )
+    service = FakeService(tokenizer=tokenizer)
+    with serving(service, tokenizer=tokenizer, max_context=1024) as running:
+        _bench(running.url, requests=1, warm_up=0, chat=chat)
+    (request,) = service.requests
+    expected = prompt.format(question=QUESTIONS[0], code=CODE_PROMPTS[0])
+    assert tokenizer.decode(request.prompt) == expected
+
+
 def test_an_interrupted_load_reports_what_was_measured_until_then() -> None:
     script = Script(
         ((0.0, ("plain",)), (0.0, ("accepted", "bonus"))), hangs_after=1, num_before_hang=3
@@ -218,17 +245,8 @@ def test_an_interrupted_load_reports_what_was_measured_until_then() -> None:
 
     async def interrupt(url: str) -> BenchReport:
         options = BenchOptions(url, requests=10, concurrency=1, warm_up=0)
-        template = RequestTemplate(
-            prompts=("a",),
-            max_tokens=3,
-            temperature=0.0,
-            seed=None,
-            gamma=None,
-            ignore_eos=True,
-            numbered=False,
-        )
         address = ServerAddress.from_url(url)
-        task = asyncio.create_task(measure(options, address, template, no_progress, stable_s=0.0))
+        task = asyncio.create_task(measure(options, address, ["abc"], no_progress, stable_s=0.0))
         while script.num_streams < 4:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)

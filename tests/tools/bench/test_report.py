@@ -17,6 +17,8 @@ def test_the_command_line_leaves_out_defaults() -> None:
         options.command_line() == "specserve bench --url http://h --rate 2.5 "
         "--prompts 'my prompts' --seed 0 --gamma auto --no-ignore-eos"
     )
+    assert BenchOptions("http://h", chat=True).command_line().endswith("http://h --chat")
+    assert BenchOptions("http://h", chat=False).command_line().endswith("http://h --no-chat")
 
 
 def test_a_rate_has_no_clients_and_everything_else_has() -> None:

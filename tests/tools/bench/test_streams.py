@@ -9,7 +9,7 @@ import pytest
 
 from specserve.errors import BadValue
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.streams import Stream, fetch, stream
+from specserve.tools.bench.streams import Stream, _add_event, fetch, stream
 from tests.support.http_server import FakeService, serving
 from tests.support.scripted_server import Script, scripted_server
 
@@ -63,6 +63,19 @@ def test_the_answer_has_the_names_and_arguments_of_tool_calls() -> None:
         address = ServerAddress.from_url(server.url)
         asyncio.run(address.post("/v1/chat/completions", body, into=result))
     assert result.answer == 'edit{"line": 3}'
+
+
+def test_the_role_that_begins_a_chat_is_no_token_unless_it_comes_with_one() -> None:
+    result = Stream()
+    for number, delta in enumerate(
+        ({"role": "assistant", "content": ""}, {"content": "Par"}, {"content": "is"})
+    ):
+        _add_event({"choices": [{"delta": delta}]}, float(number), result)
+    assert (result.times, result.texts) == ([1.0, 2.0], ["Par", "is"])
+    held_back = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    _add_event(held_back | {"origins": ["plain"]}, 3.0, result)
+    _add_event({"choices": [{"delta": {"role": "assistant", "content": "x"}}]}, 4.0, result)
+    assert result.times == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_stream_that_breaks_off_keeps_what_came_and_has_no_end() -> None:
