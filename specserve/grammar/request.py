@@ -12,10 +12,12 @@ from typing import Any
 
 from specserve.errors import BadValue
 from specserve.grammar.gbnf import is_gbnf, lark_from_gbnf
+from specserve.grammar.json_schema import library_schema
 from specserve.grammar.structural_tag import lark_from_structural_tag
 from specserve.types import Grammar
 
-MAX_SIZE = 64 * 1024  # characters of a schema, an expression or a grammar
+MAX_SIZE = 64 * 1024  # characters of an expression or a grammar
+MAX_SCHEMA = 256 * 1024  # characters of a JSON schema, without its descriptions
 MAX_DEPTH = 64  # levels of objects and lists in a schema
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Line after a client's Lark grammar, where it has precedence over a line of the client's own.
@@ -89,10 +91,10 @@ def schema_grammar(param: str, schema: object) -> Grammar:
             f"{param} holds a schema nested more than {MAX_DEPTH} levels deep", param=param
         )
     try:
-        text = json.dumps(schema, allow_nan=False)
+        text = json.dumps(library_schema(schema, param), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BadValue(f"{param} holds a schema that is not JSON: {error}", param=param) from error
-    return Grammar("json_schema", _check_size(param, text))
+    return Grammar("json_schema", _check_size(param, text, MAX_SCHEMA))
 
 
 def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
@@ -134,11 +136,9 @@ def _members(param: str, given: object, known: tuple[str, ...]) -> Mapping[str, 
     return given
 
 
-def _check_size(param: str, text: str) -> str:
-    if len(text) > MAX_SIZE:
-        raise BadValue(
-            f"{param} comes to {len(text)} characters; {MAX_SIZE} is the most", param=param
-        )
+def _check_size(param: str, text: str, most: int = MAX_SIZE) -> str:
+    if len(text) > most:
+        raise BadValue(f"{param} comes to {len(text)} characters; {most} is the most", param=param)
     return text
 
 

@@ -12,6 +12,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from specserve.errors import BadValue
+from specserve.grammar.json_schema import library_schema
 
 PARAM = "guided"
 ANY_TEXT = r"/(.|\n)*/"
@@ -69,7 +70,8 @@ class _Writer:
         schema = given["json_schema"]
         if not isinstance(schema, (Mapping, bool)):
             raise _error(f"needs a JSON schema, which is an object, not {shortened(schema)}")
-        return f"%json {json.dumps(schema)}" if isinstance(schema, Mapping) else "%json {}"
+        words = library_schema(schema, "guided") if isinstance(schema, Mapping) else {}
+        return f"%json {json.dumps(words)}"
 
     def regex(self, given: Mapping[str, Any], is_last: bool) -> str:
         _members(given, "type", "pattern", of="regex")

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from specserve.errors import BadValue, first_line
 from specserve.types import GRAMMARS, Grammar
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = {"json_schema": 256 * 1024, "regex": 64 * 1024, "lark": 64 * 1024}
 MAX_CHECK_S = 0.3
 """Processor seconds of a check, which compiles a grammar and computes the mask of a first byte."""
 SPACES = r" |\n[ \t]{0,40}"
@@ -43,9 +43,9 @@ def validate_grammar(grammar: Grammar) -> None:
             f"the {_NAMES[grammar.kind]} has half of a character at position {half.start}",
             param=_PARAM,
         ) from half
-    if size > MAX_BYTES:
+    if size > (most := MAX_BYTES[grammar.kind]):
         raise BadValue(
-            f"the {_NAMES[grammar.kind]} has {size} bytes; {MAX_BYTES} is the most", param=_PARAM
+            f"the {_NAMES[grammar.kind]} has {size} bytes; {most} is the most", param=_PARAM
         )
     started = time.thread_time()  # a busy machine makes no grammar dear
     error = LLMatcher.validate_grammar(

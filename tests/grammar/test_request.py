@@ -10,6 +10,7 @@ import pytest
 from specserve.errors import BadValue
 from specserve.grammar.request import (
     MAX_DEPTH,
+    MAX_SCHEMA,
     MAX_SIZE,
     NO_FORCING,
     parse_guided,
@@ -79,7 +80,7 @@ def test_grammars_are_accepted_up_to_the_limits_and_no_further() -> None:
         {"json": deep(MAX_DEPTH)},
         {"json": deep(20_000)},
         {"regex": "a" * (MAX_SIZE + 1)},
-        {"json": {"const": "x" * MAX_SIZE}},
+        {"json": {"const": "x" * MAX_SCHEMA}},
     ):
         with pytest.raises(BadValue, match="guided") as refusal:
             parse_guided(given)

@@ -55,7 +55,7 @@ INVALID = [
     ("lark", "", "Empty"),
     ("lark", 'start: %json {"type": "objekt"}', "objekt"),
     ("yaml", "a: b", "json_schema, regex, lark"),
-    ("regex", "é" * (MAX_BYTES // 2 + 1), f"{MAX_BYTES + 2} bytes"),
+    ("regex", "é" * (MAX_BYTES["regex"] // 2 + 1), f"{MAX_BYTES['regex'] + 2} bytes"),
 ]
 
 

@@ -306,7 +306,8 @@ def test_tools_have_limits() -> None:
     with calling("plain", PARIS) as (server, _):
         for tools, param in (
             ([tool(i) for i in range(129)], "tools"),
-            ([tool(0, 70_000)], "tools[0].function.parameters"),
+            ([tool(0, 70_000)], "tools"),
+            ([tool(0, 300_000)], "tools[0].function.parameters"),
             ([tool(i, 30_000) for i in range(3)], "tools"),
             (
                 [{"type": "function", "function": {"name": "f", "description": "x" * 100_000}}],
