@@ -30,6 +30,7 @@ IN_PROCESS = {
     "lab.bench.prompts": (),
     "lab.bench.quantized": (),
     "lab.bench.structured": (),
+    "lab.bench.tasks": (),
     "tests.chaos.fuzz": (),
     "tests.families": (),
     "tests.conformance": (),
