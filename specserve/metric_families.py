@@ -249,6 +249,12 @@ FAMILIES = (
         bounds=_TOKEN_S,
     ),
     MetricFamily(
+        "inter_token_latency_seconds",
+        MetricKind.HISTOGRAM,
+        "From one chunk of a text to the next; each brings the tokens of a round.",
+        bounds=_TOKEN_S,
+    ),
+    MetricFamily(
         "e2e_request_latency_seconds",
         MetricKind.HISTOGRAM,
         "From a request's arrival to its last token.",

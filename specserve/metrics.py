@@ -184,17 +184,27 @@ def render(snapshot: Snapshot) -> str:
     return "".join(
         line + "\n"
         for family in FAMILIES
-        for line in _lines(family, snapshot.samples.get(family.name, {}))
+        for line in family_lines(
+            PREFIX + family.name, family, _labelled(family, snapshot.samples.get(family.name, {}))
+        )
     )
 
 
-def _lines(family: MetricFamily, samples: Mapping[Labels, Sample]) -> Iterator[str]:
-    name = PREFIX + family.name
+def _labelled(
+    family: MetricFamily, samples: Mapping[Labels, Sample]
+) -> Iterator[tuple[dict[str, str], Sample]]:
+    for values, sample in sorted(samples.items()):
+        yield dict(zip((*family.labels, MODEL_LABEL), values, strict=False)), sample
+
+
+def family_lines(
+    name: str, family: MetricFamily, samples: Iterable[tuple[Mapping[str, str], Sample]]
+) -> Iterator[str]:
+    """Yield the lines of one metric under a name, its samples beside their labels."""
     kind = "gauge" if family.kind in (MetricKind.SUMMED, MetricKind.AVERAGED) else family.kind.value
     yield f"# HELP {name} {family.help}"
     yield f"# TYPE {name} {kind}"
-    for values, sample in sorted(samples.items()):
-        labels = dict(zip((*family.labels, MODEL_LABEL), values, strict=False))
+    for labels, sample in samples:
         match family.kind:
             case MetricKind.HISTOGRAM:
                 yield from _buckets(name, family.bounds, labels, sample)

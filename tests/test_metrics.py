@@ -7,6 +7,7 @@ import pickle
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specserve import vllm_metrics
 from specserve.metric_families import FAMILIES, MetricKind
 from specserve.metrics import Registry, merge, render
 
@@ -135,3 +136,35 @@ def test_the_name_of_a_model_is_a_label_behind_those_of_the_family() -> None:
     assert both.samples["worker_restarts_total"] == {("draft",): (4.0,)}
     assert both.samples["gamma"] == {(): (8.0, 2.0)}, "two that reported, 4 on average"
     assert registry.snapshot().of_model("") == registry.snapshot()
+
+
+def test_what_vllm_measures_too_has_its_names_its_labels_and_our_values() -> None:
+    registry = filled(3)
+    registry.gauge("kv_cache_usage_perc").set(0.25, "target")
+    registry.gauge("kv_cache_usage_perc").set(0.75, "draft")
+    text = vllm_metrics.render(registry.snapshot(), "org/model")
+    parsed = {family.name: family for family in text_string_to_metric_families(text)}
+    ours = {f"specserve_{name}" for name in vllm_metrics.NAMES} <= {
+        f"specserve_{family.name}" for family in FAMILIES
+    }
+    assert ours
+    assert set(parsed) == {
+        f"vllm:{name.removesuffix('_total')}" for name in vllm_metrics.NAMES.values()
+    }
+    for family in parsed.values():
+        for sample in family.samples:
+            assert (sample.labels["model_name"], sample.labels["engine"]) == ("org/model", "0")
+            assert "role" not in sample.labels
+    labels = (("engine", "0"), ("model_name", "org/model"))
+    assert values(text)["vllm:num_preemptions_total", labels] == 3
+    assert values(text)["vllm:kv_cache_usage_perc", labels] == 0.25
+    assert values(text)["vllm:inter_token_latency_seconds_count", labels] == 1
+
+
+def test_each_of_several_models_keeps_its_name_under_vllms() -> None:
+    text = vllm_metrics.render(
+        merge([filled(1).snapshot().of_model("a"), filled(2).snapshot().of_model("b")]), "a"
+    )
+    for model, count in (("a", 1), ("b", 2)):
+        labels = (("engine", "0"), ("model_name", model))
+        assert values(text)["vllm:num_requests_running", labels] == count

@@ -236,6 +236,8 @@ MEANINGS: Mapping[str, str] = {
     "([security](../guides/security.md#logs)). 0: the header is ignored.",
     "http.label_selector": "Labels of the nodes that gateways and board may run on. Clients' "
     "connections end with the node.",
+    "http.vllm_metrics": "Whether `/metrics` has what vLLM measures, too, a second time under its "
+    "names ([operating](../guides/operating.md#metrics)).",
     "http.tls_cert": "Certificate as a PEM file. With certificate and key, only https is served.",
     "http.tls_key": "Key that belongs to the certificate.",
     "logs.format": "`json` writes an object a line.",

@@ -19,6 +19,7 @@ class RequestMetrics:
         self._failure = registry.counter("request_failure_total")
         self._time_to_first_token = registry.histogram("time_to_first_token_seconds")
         self._time_per_token = registry.histogram("time_per_output_token_seconds")
+        self._inter_token = registry.histogram("inter_token_latency_seconds")
         self._latency = registry.histogram("e2e_request_latency_seconds")
 
     def count_prompt_tokens(self, num_tokens: int) -> None:
@@ -35,6 +36,10 @@ class RequestMetrics:
 
     def observe_first_token(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)
+
+    def observe_later_tokens(self, seconds: float) -> None:
+        """Record the time between two chunks of a text."""
+        self._inter_token.observe(seconds)
 
     def observe_finished(
         self, continuation: Continuation, *, latency: float, after_first: float
@@ -69,18 +74,25 @@ class KeyMetrics:
 class RequestTimer:
     """Times of one continuation."""
 
-    __slots__ = ("_first_token", "_metrics", "_start")
+    __slots__ = ("_first_token", "_last_tokens", "_metrics", "_start")
 
     def __init__(self, metrics: RequestMetrics, start: float) -> None:
         self._metrics, self._start = metrics, start
         self._first_token: float | None = None
+        self._last_tokens = start
 
     def add_tokens(self, count: int) -> None:
         """Count tokens that have arrived."""
         self._metrics.count_generated_tokens(count)
-        if self._first_token is None and count:
-            self._first_token = self._metrics.clock()
-            self._metrics.observe_first_token(self._first_token - self._start)
+        if not count:
+            return
+        now = self._metrics.clock()
+        if self._first_token is None:
+            self._first_token = now
+            self._metrics.observe_first_token(now - self._start)
+        else:
+            self._metrics.observe_later_tokens(now - self._last_tokens)
+        self._last_tokens = now
 
     def finish(self, continuation: Continuation) -> None:
         now = self._metrics.clock()

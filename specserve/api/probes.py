@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Query
 from starlette.responses import Response
 
-from specserve import metrics
+from specserve import metrics, vllm_metrics
 from specserve.api.access import ClientAccess
 from specserve.api.key_file import KeyTrouble
 from specserve.api.model_directory import ModelBackend, ModelDirectory
@@ -86,7 +86,12 @@ class Probes:
             *(self._replica_counts(model, status) for model in self._models.backends),
             *status.metrics,
         ]
-        return Response(metrics.render(metrics.merge(snapshots)), media_type=metrics.CONTENT_TYPE)
+        merged = metrics.merge(snapshots)
+        text = metrics.render(merged)
+        for first in self._models.backends[:1]:
+            if first.config.http.vllm_metrics:
+                text += vllm_metrics.render(merged, first.served.name)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def trace(self, rounds: Rounds = None, model: ModelName = None) -> Response:
         """Return the last rounds of an engine, for Perfetto: of `model`, or of the first one."""

@@ -249,6 +249,7 @@ class HttpConfig:
     trusted_proxies: int = setting(0, integer(0, 16))
     # where Ray may place gateways: clients' connections end with their node
     label_selector: Mapping[str, str] = setting({}, labels())
+    vllm_metrics: bool = setting(True, boolean())  # /metrics has them under vLLM's names, too
     tls_cert: str | None = setting(None, text())  # PEM files; with both, only https is served
     tls_key: str | None = setting(None, text())
 

@@ -162,18 +162,28 @@ def test_metrics_are_the_gateways_and_all_replicas_together() -> None:
     assert read[("generation_tokens_total",)] == 10
     assert read[("request_success_total", "length")] == 2
     assert read[("request_failure_total", "400")] == 1
+    assert read[("vllm:generation_tokens_total", "demo", "0")] == 10
     counted = [
         read[(name + "_count",)]
         for name in (
             "time_to_first_token_seconds",
             "time_per_output_token_seconds",
+            "inter_token_latency_seconds",
             "e2e_request_latency_seconds",
         )
     ]
-    assert counted == [2, 2, 2]
+    assert counted == [2, 2, 4, 2]  # five tokens come in three chunks: 1, 3 and 1
     assert (
         0 < read[("time_to_first_token_seconds_sum",)] <= read[("e2e_request_latency_seconds_sum",)]
     )
+
+
+def test_vllms_names_can_be_left_out() -> None:
+    with serving(config={"http": {"vllm_metrics": False}}) as server:
+        assert b"vllm:" not in server.ask("/metrics").body
+    with serving() as server:
+        server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 5})
+        assert b"vllm:inter_token_latency_seconds_count" in server.ask("/metrics").body
 
 
 def test_the_trace_is_the_services(server: RunningServer) -> None:

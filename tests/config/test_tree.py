@@ -81,10 +81,11 @@ CONTRACT = {
         "root_path",
         "unknown_parameters",
         "trusted_proxies",
+        "vllm_metrics",
         "tls_cert",
         "tls_key",
         "label_selector",
-    },  # open_paths, proxies, TLS and labels go beyond the first contract
+    },  # open_paths, proxies, metrics, TLS and labels go beyond the first contract
     "demo": {"size"},  # and so does this
     "logs": {"format", "level", "prompts"},
     "faults": {"round_deadline_s", "max_restarts", "max_slow_s"},  # max_slow_s goes beyond it
