@@ -59,9 +59,10 @@ RUN pip install --no-deps --no-build-isolation . && pip check && python -c 'impo
 FROM ${BASE}
 ARG TORCH=cpu
 LABEL org.opencontainers.image.title="specserve" org.opencontainers.image.licenses="Apache-2.0"
-# Triton compiles its launchers at their first use.
-RUN if [ "$TORCH" = cuda ]; then apt-get update \
-       && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
+# tini is process 1: it passes signals on, and reaps what outlives its parent. Triton compiles its launchers
+# at their first use.
+RUN if [ "$TORCH" = cuda ]; then compiler="gcc libc6-dev"; fi; apt-get update \
+    && apt-get install -y --no-install-recommends tini $compiler && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 specserve
 COPY --from=install /opt/specserve /opt/specserve
 ENV PATH=/opt/specserve/bin:$PATH \
@@ -75,11 +76,11 @@ RUN mkdir models
 VOLUME /home/specserve/models
 EXPOSE 8000
 STOPSIGNAL SIGINT
-# /ready says whether requests are accepted. The start period is long because loading a large model takes
-# minutes. The image has no curl, so Python sends the request.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --start-interval=5s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
-ENTRYPOINT ["specserve"]
+# Asks /ready at the port of the server's own command line, with TLS if that says so. The start period is long
+# because loading a large model takes minutes.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=30m --start-interval=5s --retries=3 \
+    CMD ["python", "-m", "specserve.cli.health_check"]
+ENTRYPOINT ["tini", "--", "specserve"]
 # The loopback of a container is its own, so the server listens on all interfaces. Require API keys
 # (http.api_keys_file) where others can reach it.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import specserve
+from specserve.cli import health_check
 from specserve.cli.arguments import build_parser
 from tests.support import wheel
 from tests.support.wheel import Built
@@ -222,6 +223,18 @@ def test_make_image_says_in_a_line_that_nothing_here_builds_images(tmp_path: Pat
         refused.stderr.splitlines()[0] == "make image needs docker or podman, and neither is here"
     )
     assert not refused.stdout
+
+
+def test_the_first_process_of_the_image_reaps_what_others_leave() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"apt-get install[^&]*\btini\b", text)
+    assert '\nENTRYPOINT ["tini", "--", "specserve"]\n' in text
+
+
+def test_the_image_checks_its_health_by_a_module_that_reads_where_the_server_listens() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (check,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", text, re.MULTILINE)
+    assert json.loads(check) == ["python", "-m", health_check.__name__]
 
 
 def test_the_image_runs_an_existing_command_as_another_user_than_root() -> None:

@@ -135,7 +135,9 @@ def test_every_alert_has_an_entry_in_the_runbook() -> None:
     alerts = [rule for rule in RULES if "alert" in rule]
     assert {alert["alert"] for alert in alerts} <= headings
     for alert in alerts:
-        assert alert["annotations"]["runbook"] == f"docs/guides/runbook.md#{alert['alert'].lower()}"
+        page, _, heading = alert["annotations"]["runbook_url"].partition("#")
+        assert page == "https://docs.example.com/guides/runbook.html"
+        assert heading == alert["alert"].lower()
         assert alert["labels"]["severity"] in ("page", "warn")
         assert alert["annotations"]["summary"]
 

@@ -180,6 +180,7 @@ def test_kubernetes_serves_what_the_70b_file_says_behind_gateways_on_nodes_of_th
     serve = copy.deepcopy(SERVE)
     (application,) = serve["applications"]
     http, (gateway,) = application["args"].pop("http"), application.pop("deployments")
+    assert list(expected["applications"][0]["args"].pop("http")) == ["api_keys_file"]
     assert serve == expected
     assert http["label_selector"] == GROUPS["gateways"]["labels"]
     assert not any("labels" in group for name, group in GROUPS.items() if name != "gateways")
@@ -315,6 +316,25 @@ def test_tokens_and_keys_are_files_of_the_pods_that_need_them() -> None:
     assert CONFIG.http.api_keys_file not in _files("engines")
     for name in RAY_PODS:
         assert not any("valueFrom" in entry for entry in _container(name)["env"])
+
+
+def test_the_password_of_redis_stands_on_no_command_line(tmp_path: Path) -> None:
+    """Run the container's command with a server that prints how it was called."""
+    redis = _container("redis")
+    (mount,) = [one for one in redis["volumeMounts"] if one["name"] == "password"]
+    (tmp_path / "password").write_text("kept-secret", encoding="utf-8")
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\necho "$@"\ncat\n', encoding="utf-8")
+    server.chmod(0o755)
+    (script,) = redis["args"]
+    printed = subprocess.run(
+        [*redis["command"], script.replace(mount["mountPath"], str(tmp_path))],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.splitlines()
+    assert printed == ["- --dir /data --appendonly yes", 'requirepass "kept-secret"']
 
 
 def test_models_are_on_the_volume_that_all_worker_pods_share() -> None:

@@ -207,6 +207,20 @@ def test_gateways_on_other_nodes_can_be_reached(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["llama-70b", "kuberay", "kuberay-pool"])
+def test_what_other_nodes_can_reach_requires_keys(name: str) -> None:
+    assert _config(_serve_configs()[name]).http.api_keys_file is not None
+
+
+def test_the_70b_files_keys_are_brought_to_every_node_by_the_cluster_file() -> None:
+    file = _config(_load("deploy/llama-70b.yaml")).http.api_keys_file
+    assert file is not None
+    folder = str(Path(file).parent)
+    assert folder in _load("cluster.yaml")["file_mounts"]
+    local = _load("cluster.yaml")["file_mounts"][folder]
+    assert f"--file {local}/{Path(file).name}" in _text("docs/guides/deploying.md")
+
+
 @pytest.mark.parametrize("has_gpus", [False, True])
 def test_the_70b_target_has_four_gpus_and_its_draft_a_fifth(has_gpus: bool) -> None:
     """Check the bundles with and without a GPU node when the application is built."""
@@ -342,6 +356,11 @@ def test_the_image_starts_ray_with_haproxy_and_headers_in_any_encoding() -> None
     setting = f"{header_encoding.SETTING}={header_encoding.IMPORT_PATH}"
     assert setting in _text("deploy/Dockerfile")
     assert setting in _text("docs/guides/deploying.md")
+
+
+def test_the_first_process_of_the_image_reaps_what_others_leave() -> None:
+    assert re.search(r"apt-get install[^&]*\btini\b", _text("deploy/Dockerfile"))
+    assert '\nENTRYPOINT ["tini", "--"]\n' in _text("deploy/Dockerfile")
 
 
 def test_the_image_has_a_compiler_for_kernels_that_are_built_on_the_spot() -> None:

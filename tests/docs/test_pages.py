@@ -48,6 +48,7 @@ SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 OTHERS = {
     "--version",
     "--build-arg",
+    "--entrypoint",
     "--shm-size",
     "--gpus",
     "--address",
