@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, blocks_of
+from tests.support.pages import commands as shell_commands
 
 LAB = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
 MODULES = sorted(set(re.findall(r"python -m ((?:lab|tests|specserve)\.[\w.]+)", LAB)))
@@ -49,6 +51,26 @@ def test_every_page_of_the_lab_exists() -> None:
     pages = re.findall(r"\]\((\.\./docs/[^)#]+)\)", LAB)
     assert pages
     assert [page for page in pages if not (ROOT / "lab" / page).is_file()] == []
+
+
+def test_git_ignores_what_the_quick_start_writes() -> None:
+    page = ROOT / "docs/guides/quickstart.md"
+    commands = [
+        command
+        for block in blocks_of(page, page.read_text(encoding="utf-8"))
+        if block.language == "sh"
+        for command in shell_commands(block.text)
+    ]
+    written = {command.into for command in commands} - {None}
+    written |= {
+        file
+        for command in commands
+        for option, file in pairwise(command.words)
+        if option in ("--out", "--html")
+    }
+    assert {"trace.json", "trace.svg", "report.html"} <= written
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {f"/{name}" for name in written} <= set(ignored)
 
 
 def test_the_makefile_has_few_targets_and_help_shows_each() -> None:
