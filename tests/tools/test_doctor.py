@@ -169,6 +169,18 @@ def test_a_driver_without_a_torch_that_can_use_it_is_warned_of(
     assert "install a build of torch for the CUDA version" in found.remedy
 
 
+def test_libraries_of_cuda_that_a_machine_without_a_gpu_does_not_need_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert only(machine.cuda(tmp_path / "version"), Grade.OK)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = only(machine.cuda(tmp_path / "version"), Grade.WARN)
+    assert found.found == "none, and torch was built for CUDA 13.0; models run on CPUs"
+    assert "uv pip install --torch-backend cpu" in found.remedy
+
+
 def test_a_port_that_is_taken_is_found_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -45,6 +45,10 @@ DEMO_FILES = (
     "draft/model.safetensors",
     "heads/heads.safetensors",
 )
+CPU_BUILD = (
+    "torch's build for CPUs saves 4.5 GB: `uv pip install --torch-backend cpu --reinstall torch`, "
+    "or pip with the index that torch's installation page names, in a fresh environment"
+)
 TORCHS_OWN = "torch's own, which copies all keys and values in each pass"
 FAST_FLAGS = ("amx_tile", "avx512_bf16", "avx512f", "avx2")
 """Instruction sets that matter for speed, the best first."""
@@ -161,7 +165,11 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
             remedy,
         )
     else:
-        yield ok("cuda", "none; models run on CPUs")
+        if torch.version.cuda is None:
+            yield ok("cuda", "none; models run on CPUs")
+        else:
+            found = f"none, and torch was built for CUDA {torch.version.cuda}; models run on CPUs"
+            yield warn("cuda", found, CPU_BUILD)
         if flashinfer_kernels.version() is not None:  # an image that was built without a GPU
             yield flashinfer()
 
