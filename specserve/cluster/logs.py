@@ -1,18 +1,22 @@
 """Write the logs of gateways and engines to Serve's log files, as text or as JSON.
 
 In JSON each line has the deployment, the replica and, while a request is served, its id, which the
-gateway's and the engine's lines share.
+gateway's and the engine's lines share. What Ray prints of dead workers is left out.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from specserve.config.tree import Config
 
 SERVE_LOGGER = "ray.serve"  # the only logger that Serve gives handlers
 OWN_LOGGER = "specserve"
+DEAD_WORKER = "A worker died or was killed"
+"""How a paragraph of Ray begins that has a worker's ids, and not what it did."""
 
 
 class ServeLogHandler(logging.Handler):
@@ -50,3 +54,25 @@ def logging_config(config: Config) -> dict[str, Any]:
         "log_level": "WARNING",
         "enable_access_log": False,
     }
+
+
+@contextmanager
+def without_dead_workers() -> Iterator[None]:
+    """Have Ray print nothing about each dead worker here; its other messages stay.
+
+    The engine's own status says which of them was restarted.
+    """
+    from ray._private import worker
+
+    module: Any = worker
+    printed = module.print_to_stdstream
+
+    def print_others(data: dict[str, Any], *, ignore_prefix: bool) -> None:
+        if not data["lines"][0].startswith(DEAD_WORKER):
+            printed(data, ignore_prefix=ignore_prefix)
+
+    module.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        module.print_to_stdstream = printed

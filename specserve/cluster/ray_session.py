@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
+from specserve.cluster.logs import without_dead_workers
 from specserve.cluster.placement import (
     GATEWAY_CPUS,
     Bundle,
@@ -47,6 +48,7 @@ def ray_session(
     import ray
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_dead_workers())
         guard = None
         if join is None:
             guard = _start_ray(config, say, stack)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specserve.cluster.logs import OWN_LOGGER, SERVE_LOGGER, join_serve, logging_config
+from specserve.cluster.logs import (
+    DEAD_WORKER,
+    OWN_LOGGER,
+    SERVE_LOGGER,
+    join_serve,
+    logging_config,
+    without_dead_workers,
+)
 from specserve.config.tree import config_from_keys
 
 pytestmark = pytest.mark.filterwarnings(
@@ -83,3 +92,42 @@ def test_the_level_is_ours(
     serve_logger: logging.Logger, tmp_path: Path, level: str, ours: int
 ) -> None:
     assert len(lines(serve_logger, tmp_path, **{"logs.level": level})) == ours + 1
+
+
+def test_of_a_dead_worker_ray_prints_nothing_and_of_what_else_happens_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Send messages as the raylet does, to the thread of Ray that prints them."""
+    from ray._private import worker
+
+    def errors(*messages: str | None) -> Iterator[Any]:
+        for message in messages:
+            yield None, message and {"job_id": None, "error_message": message}
+
+    def listen() -> str:
+        stopped, found = threading.Event(), errors(f"{DEAD_WORKER} by X. Its ids: 1 2", "Spilled")
+
+        def poll() -> Any:
+            message = next(found, None)
+            if message is None:
+                stopped.set()
+            return message or (None, None)
+
+        subscriber = SimpleNamespace(subscribe=lambda: None, poll=poll)
+        job = SimpleNamespace(binary=lambda: b"")
+        listener: Any = SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=job)
+        worker.listen_error_messages(listener, stopped)
+        return capsys.readouterr().out
+
+    with without_dead_workers():
+        printed = listen()
+    assert "Spilled" in printed
+    assert "Its ids" not in printed
+    assert "Its ids" in listen(), "only while a server runs"
+
+
+def test_ray_begins_what_it_prints_of_a_dead_worker_as_it_did() -> None:
+    import ray
+
+    raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
+    assert DEAD_WORKER.encode() in raylet.read_bytes()
