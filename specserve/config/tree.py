@@ -42,6 +42,8 @@ from specserve.config.sections import (
 from specserve.errors import ConfigError
 
 DEMO = Path(__file__).parents[1] / "demo"
+SERVE_KEYS = {"applications", "http_options", "proxy_location"}
+"""Of a file for `serve deploy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,11 @@ def read_config_file(file: Path) -> dict[str, object]:
         raise ConfigError(
             f"the config file {file} must hold keys and values, such as `model: demo`, "
             f"not a {type(tree).__name__}"
+        )
+    if tree and SERVE_KEYS & tree.keys():
+        raise ConfigError(
+            f"{file} is a file of Ray Serve, for `serve deploy {file}`; what stands under `args:` "
+            "in it is a config, in a file of its own"
         )
     return tree or {}
 

@@ -341,6 +341,13 @@ def test_the_tree_cannot_be_changed() -> None:
         config.http.port = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["demo.yaml", "llama-70b.yaml", "ray-llm.yaml"])
+def test_a_file_of_serve_is_refused_with_the_command_that_takes_it(name: str) -> None:
+    file = Path(__file__).parents[2] / "deploy" / name
+    with pytest.raises(ConfigError, match=rf"is a file of Ray Serve, for `serve deploy {file}`;"):
+        config_from_file(file)
+
+
 @pytest.mark.parametrize(
     "value", ["!!int x", "!!bool x", "!!timestamp x", "2026-13-45", "9" * 5000, "[" * 2000]
 )

@@ -417,6 +417,11 @@ def test_a_trace_without_decoding_is_refused(write: WriteFile) -> None:
         pass_time_from_trace(file, "target")
 
 
+def test_a_file_of_serve_is_no_study() -> None:
+    with pytest.raises(ConfigError, match="is a file of Ray Serve, for `serve deploy "):
+        load_study(Path(__file__).parents[3] / "deploy/llama-70b.yaml")
+
+
 def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_path: Path) -> None:
     load = LoadConfig(
         kind="poisson",
