@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from docs._build.table import code, table
 from specserve.cli.arguments import build_parser as command_line
+from specserve.cli.parser import help_of
 
 INTRODUCTION = """# Commands
 
@@ -61,9 +62,7 @@ def _value(action: argparse.Action) -> str:
 
 def _meaning(action: argparse.Action) -> str:
     """Return the help, and the choices and the default that the help does not mention."""
-    parts = [(action.help or "").replace("%%", "%")]
+    parts = [help_of(action) % {"default": action.default}]
     if action.choices:
-        parts.append("one of " + ", ".join(map(str, action.choices)))
-    if action.default not in (None, False, [], argparse.SUPPRESS) and "default" not in parts[0]:
-        parts.append(f"{action.default} by default")
+        parts.insert(0, "one of " + ", ".join(map(str, action.choices)))
     return "; ".join(part for part in parts if part)

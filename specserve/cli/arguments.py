@@ -55,7 +55,7 @@ def parse_count(text: str) -> int:
 
 def _commands() -> dict[str, tuple[AddArguments, str]]:
     return {
-        "serve": (_add_serve, "serve the models over HTTP"),
+        "serve": (_add_serve, "serve the models over HTTP, at http://127.0.0.1:8000 by default"),
         "generate": (_add_generate, "continue one prompt in this process"),
         "doctor": (
             _add_doctor,
@@ -92,9 +92,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel degree of the target")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="tensor parallel degree of the target; 1 by default"
+    )
     parser.add_argument("--host", metavar="H", help="address to listen on; 127.0.0.1 by default")
-    parser.add_argument("--port", type=int, metavar="P", help="8000 by default")
+    parser.add_argument("--port", type=int, metavar="P", help="port of it; 8000 by default")
     parser.add_argument(
         "--name",
         metavar="NAME",
@@ -114,28 +116,36 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
         help="the prompt is a user's message; the default for a model with a chat template",
     )
     add_config(parser)
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
-    parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to write at most"
+    )
+    parser.add_argument("--temperature", type=float, default=1, metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="makes the text repeatable; by default it is not"
+    )
     parser.add_argument(
         "--gamma",
         type=_gamma,
         metavar="N",
         help="draft tokens a round; 0 is plain decoding, auto is the default",
     )
-    parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
+    parser.add_argument(
+        "--verifier",
+        metavar="V",
+        help="auto, which is the default, speculative, block, coupled or lenient",
+    )
     parser.add_argument(
         "--drafter",
         metavar="D",
         help="what drafts: neural, layer_skip, heads, eagle, bigram, unigram, max_gram, "
-        "prompt_copy, random or none",
+        "prompt_copy, random or none; by default neural if there is a draft",
     )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
     parser.add_argument(
@@ -189,25 +199,35 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=10.0,
+        default=10,
         metavar="N",
         help="duration of the training, after the texts have been read",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; torch's by default")
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="the model to widen"
+    )
     parser.add_argument(
         "--params", type=parse_count, required=True, metavar="N", help="such as 200M, 1B or 8e9"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for the copy"
+    )
 
 
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR-OR-HUB-NAME")
-    parser.add_argument("--to", choices=("int8", "int4", "fp8"), required=True)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR-OR-HUB-NAME", help="the model to copy"
+    )
+    parser.add_argument(
+        "--to", choices=("int8", "int4", "fp8"), required=True, help="what weights become"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for the copy"
+    )
     parser.add_argument(
         "--text",
         type=Path,
@@ -219,7 +239,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="tokens of it (default: %(default)s)",
+        help="tokens of it",
     )
 
 
@@ -248,7 +268,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
 
 
 def _gamma(text: str) -> int | str:

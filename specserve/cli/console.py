@@ -265,10 +265,10 @@ def _bar(share: float) -> str:
 
 def _accepted(figures: StatusFigures) -> str:
     if figures.accepted is None or figures.mean_accepted is None:
-        return f"- (gamma {figures.gamma:.1f})"
+        return f"- (gamma {figures.gamma:.2g})"
     return (
         f"{figures.accepted:.0%} of drafts, {figures.mean_accepted:.2f} a proposal "
-        f"(gamma {figures.gamma:.1f})"
+        f"(gamma {figures.gamma:.2g})"
     )
 
 

@@ -150,7 +150,7 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     assert lines[2] == "draft apart"
     rows = {line[:16].strip(): line[16:] for line in lines}
     assert rows["requests"] == "2 running, 0 waiting, 0 done, 3 failed (429: 3)"
-    assert rows["accepted"] == "32% of drafts, 1.30 a proposal (gamma 0.0)"
+    assert rows["accepted"] == "32% of drafts, 1.30 a proposal (gamma 0)"
     assert rows["by position"] == "0.80 0.50"
     assert rows["anticipated"] == "90% of proposals"
     assert rows["busy, target"] == "[##################..]  90%"

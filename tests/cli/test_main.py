@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import specserve
+from docs._build.commands import commands
 from specserve.cli.arguments import parse_count
 from specserve.cli.main import main
+from specserve.cli.parser import help_of
 from specserve.errors import OutOfPages
 from tests.support.checkpoints import add_tokenizer, make, perturb
 
@@ -246,3 +249,13 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(specserve, name) is not None for name in specserve.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         specserve.Nonsense  # noqa: B018
+
+
+def test_help_says_what_each_argument_is_and_its_default() -> None:
+    for name, _, parser in commands():
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            assert action.help, f"{name} {action.dest}"
+            if action.default not in (None, False, [], argparse.SUPPRESS):
+                assert "default" in help_of(action), f"{name} {action.dest}"
+                assert " ".join((help_of(action) % vars(action)).split()) in shown

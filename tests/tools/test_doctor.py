@@ -305,6 +305,8 @@ def test_memory_is_held_against_what_the_plan_says() -> None:
         "1.5 sequences"
         in only(room.fits("memory", MemoryNeed(5 * gib, gib), 8 * gib, config), Grade.OK).found
     )
+    small = MemoryNeed(4 * gib, gib // 1000)
+    assert "2,000 sequences" in only(room.fits("memory", small, 8 * gib, config), Grade.OK).found
 
 
 def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:

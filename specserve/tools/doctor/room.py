@@ -133,9 +133,8 @@ def fits(
         return
     pages = left * (config.cache.memory_fraction or DEFAULT_MEMORY_FRACTION)
     sequences = pages / own.context_bytes
-    found = (
-        f"{found}; {gib(pages)} for keys and values, {sequences:.1f} sequences of the whole context"
-    )
+    count = f"{sequences:,.0f}" if sequences >= 10 else f"{sequences:.1f}"
+    found = f"{found}; {gib(pages)} for keys and values, {count} sequences of the whole context"
     if sequences < 1:
         yield warn(
             subject,

@@ -122,9 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=share,
         default=HIT_RATE,
         metavar="H",
-        help=f"share of proposals that are ready in time; default {HIT_RATE}",
+        help="share of proposals that are ready in time",
     )
-    parser.add_argument("--max-gamma", type=positive, default=16, metavar="N")
+    parser.add_argument(
+        "--max-gamma", type=positive, default=16, metavar="N", help="most draft tokens a round"
+    )
     parser.add_argument(
         "--stages",
         type=stage,
@@ -139,14 +141,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NxG",
         help="such as 4x80 (GiB each) or 4xH100; then the draft's, if they are others",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of weights and of the KV cache"
+    )
     parser.add_argument(
         "--context",
         type=positive,
         metavar="N",
         help="positions that a sequence takes; by default the model's, but at most 8192",
     )
-    parser.add_argument("--page-size", type=positive, default=16, metavar="N")
+    parser.add_argument(
+        "--page-size", type=positive, default=16, metavar="N", help="positions of a page"
+    )
     parser.add_argument(
         "--memory-fraction",
         type=share,
@@ -165,7 +171,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=positive, default=4096, metavar="N", help="of the text, from its beginning"
     )
-    parser.add_argument("--threads", type=positive, metavar="N", help="of a CPU")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="of a CPU; torch's by default"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the factors; PNG, SVG or PDF by its ending"
