@@ -15,7 +15,7 @@ from specserve.cli.status_display import draw_status, example, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
-from specserve.cluster.preflight import require_possible_here
+from specserve.cluster.preflight import require_possible_here, require_serve
 from specserve.cluster.ray_guard import RayGuard
 from specserve.cluster.ray_session import ray_session, require_free_port
 from specserve.config.hub_models import unpinned_models
@@ -74,6 +74,7 @@ def _check_first(config: Config, say: Say, *, join: str | None) -> None:
     """
     for model in unpinned_models(config):
         say(f"warning: {model}")
+    require_serve()
     if join is None:
         require_free_port(config)
         require_possible_here(config)

@@ -17,6 +17,7 @@ from specserve.cluster.placement import (
     require_places,
     with_drafts_that_fit,
 )
+from specserve.cluster.preflight import require_serve
 from specserve.cluster.proxy_settings import HA_PROXY, PROXY_PORTS
 from specserve.cluster.ray_session import default_resources, join_cluster
 from specserve.cluster.serve_instance import ServeInstance
@@ -42,9 +43,10 @@ class Checkup:
 
 
 def check(config: Config, *, num_gpus: int, join: str | None) -> Checkup:
-    """Inspect Ray and Serve; joins the cluster at that address meanwhile."""
+    """Inspect Ray and Serve; joins the cluster at that address meanwhile. Raises Unavailable."""
     import ray
 
+    require_serve()
     serves, resources, refusal = (
         _inspect_own(config, num_gpus) if join is None else _inspect_joined(config, join)
     )

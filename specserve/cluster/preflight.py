@@ -1,36 +1,81 @@
 """Refuse, before a Ray of our own starts, what cannot be served on this machine.
 
-It reads names of files, config.json and numbers of the config, without the library, whose import
-takes seconds. What it lets pass is examined in full beside Ray's start (`checkpoint_check`) and by
-the workers.
+It reads names of files, config.json, headers of adapters and numbers of the config, without the
+library, whose import takes seconds. What it lets pass is examined in full beside Ray's start
+(`checkpoint_check`) and by the workers.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from specserve.api.keys import ApiKeys
 from specserve.cluster.model_paths import local_models, path_trouble
 from specserve.cluster.placement import NodeResources, gateway_bundle, require_places
-from specserve.cluster.ray_session import default_resources
+from specserve.cluster.ray_session import SHORT_TMP, default_resources
+from specserve.config import features
 from specserve.config.demo import BYTES_A_PARAMETER
 from specserve.config.hub_models import CHECKPOINT_REMEDY
 from specserve.config.tree import Config
-from specserve.errors import ModelNotFound, TooLittleMemory
+from specserve.errors import AdapterError, ModelNotFound, TooLittleMemory, Unavailable
 from specserve.host_memory import available_memory
 from specserve.models.plans import require_even_heads
 
+MIN_RAY_BYTES = 64 * 2**20
+"""A session of Ray that has just started takes 3 MiB; its logs grow."""
 DRAFTER_REMEDY = "give what `specserve tables` or `specserve heads` has written"
 
 
+def require_serve() -> None:
+    """Raise Unavailable if grpcio is older than the code that Ray Serve imports."""
+    try:
+        import grpc_reflection.v1alpha.reflection  # type: ignore[import-untyped]  # noqa: F401
+    except RuntimeError as error:
+        needed = re.search(r"grpcio>=[\d.]*\d", str(error))
+        if needed is None:
+            raise
+        raise Unavailable(
+            f"Ray Serve cannot be imported with grpcio {metadata.version('grpcio')}; "
+            f"pip install '{needed[0]}'"
+        ) from error
+
+
+def ray_directory() -> Path:
+    """Return where a Ray that starts here would keep its sessions."""
+    from ray._common.utils import get_default_ray_temp_dir
+
+    return Path(get_default_ray_temp_dir())
+
+
+def require_disk_for_ray() -> None:
+    """Raise Unavailable if a Ray that starts here could not write its files."""
+    _require_disk(
+        ray_directory(),
+        "Ray's sessions and logs; remove old ones, or name another disk's directory by RAY_TMPDIR",
+    )
+    if SHORT_TMP is not None:
+        _require_disk(Path(SHORT_TMP), "the sockets of this server; make room there")
+
+
+def _require_disk(directory: Path, purpose: str) -> None:
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < MIN_RAY_BYTES:
+        raise Unavailable(f"{directory} has {free / 2**20:.0f} MiB free for {purpose}")
+
+
 def require_possible_here(config: Config) -> None:
-    """Raise ConfigError, ModelNotFound, NoShardingPlan or TooLittleMemory for what cannot be.
+    """Raise a SpecserveError for what cannot be served here.
 
     Places with labels are left to Ray, which gives its nodes some of its own.
     """
+    require_disk_for_ray()
     if config.http.api_keys_file is not None:
         ApiKeys.from_file(Path(config.http.api_keys_file))
     num_gpus = _num_gpus()
@@ -45,11 +90,20 @@ def require_possible_here(config: Config) -> None:
                 raise ModelNotFound(
                     f"{model.key} {model.path} {trouble}; {remedy}", param=model.key
                 )
+        for name, path in part.adapters.paths.items():
+            _require_adapter(name, path)
         described = _described(part.target.path)
         if isinstance(heads := described.get("num_attention_heads"), int):
             require_even_heads(heads, part.target.tensor_parallel)
         if part.target.device == "cpu" or not num_gpus:
             _require_memory(part, described)
+
+
+def _require_adapter(name: str, path: str) -> None:
+    try:
+        features.part("adapters.files:AdapterFiles").open(Path(path).expanduser())
+    except AdapterError as error:
+        raise AdapterError(f"adapters.paths.{name}: {error}") from error
 
 
 def _num_gpus() -> int:

@@ -7,12 +7,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from specserve.cluster.preflight import require_possible_here
+from specserve.cluster import preflight
+from specserve.cluster.preflight import (
+    require_disk_for_ray,
+    require_possible_here,
+    require_serve,
+)
+from specserve.config.features import has
 from specserve.config.tree import config_from_keys
-from specserve.errors import SpecserveError
+from specserve.errors import AdapterError, SpecserveError, Unavailable
 
 
 @pytest.fixture
@@ -68,6 +75,57 @@ def test_a_config_that_is_not_understood_is_left_to_the_full_check(
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     keys = {"target.path": str(tmp_path), "target.tensor_parallel": 3, "cache.pages": 99_999_999}
     require_possible_here(config_from_keys(keys))
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.skipif(not has("adapters"), reason="needs the feature")
+def test_an_adapter_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(AdapterError) as refused:
+            require_possible_here(config_from_keys({"adapters.paths": {"sql": str(tmp_path)}}))
+        return str(refused.value)
+
+    begin = f"adapters.paths.sql: {tmp_path}"
+    assert refusal() == f"{begin}/adapter_config.json cannot be read: No such file or directory"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    assert refusal().startswith(f"{begin} has no adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut off")
+    assert refusal().startswith(f"{begin}/adapter_model.safetensors cannot be read as safetensors")
+
+
+def test_a_full_disk_is_named_with_what_ray_keeps_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full = {tmp_path}
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=2**20 if path in full else 2**40)
+
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=usage))
+    monkeypatch.setattr(preflight, "SHORT_TMP", "/")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "rays"))
+    said = rf"{tmp_path}/rays/ray has 1 MiB free for Ray's sessions and logs; .* RAY_TMPDIR"
+    with pytest.raises(Unavailable, match=said):
+        require_possible_here(config_from_keys({}))
+    full.clear()
+    require_disk_for_ray()
+    full.add(Path("/"))
+    with pytest.raises(Unavailable, match=r"^/ has 1 MiB free for the sockets"):
+        require_disk_for_ray()
+
+
+def test_a_grpcio_that_is_too_old_for_serve_is_named_with_the_version_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Import the generated code, which compares versions, beside an older grpcio."""
+    require_serve()
+    package = "grpc_reflection.v1alpha"
+    for module in ("reflection", "reflection_pb2_grpc"):
+        monkeypatch.delitem(sys.modules, f"{package}.{module}")
+        monkeypatch.delattr(f"{package}.{module}")
+    monkeypatch.setattr("grpc.__version__", "1.60.2")
+    with pytest.raises(Unavailable, match=r"; pip install 'grpcio>=[\d.]+\d'$"):
+        require_serve()
 
 
 def test_it_needs_no_torch() -> None:

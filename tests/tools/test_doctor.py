@@ -345,6 +345,15 @@ def test_a_draft_in_fp8_takes_the_room_of_its_small_weights_on_a_gpu_alone() -> 
     assert found["FP8"] == "checkpoints and drafts in FP8 are multiplied as they are"
 
 
+def test_a_full_disk_of_ray_is_bad_and_names_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def findings() -> list[Finding]:
+        return list(guarded("disk, Ray", command._disk_for_ray))
+
+    assert not any(finding.grade is Grade.BAD for finding in findings())
+    monkeypatch.setattr("specserve.cluster.preflight.MIN_RAY_BYTES", 2**60)
+    assert "/ray has " in only(findings()).found
+
+
 def test_what_ray_says_becomes_findings() -> None:
     refused = Checkup(
         "2.60.0",

@@ -57,6 +57,8 @@ def _findings(
     yield from guarded("TLS", lambda: secrets.tls(config.http))
     report_progress("looking for a Ray cluster")
     yield from guarded("ray", lambda: _ray(config, join))
+    if join is None:
+        yield from guarded("disk, Ray", _disk_for_ray)
 
 
 def _room(config: Config) -> Iterator[Finding]:
@@ -66,6 +68,14 @@ def _room(config: Config) -> Iterator[Finding]:
         return room.room(config, target, None)
     found = find_config(draft.path, revision=draft.revision, key="draft.path")
     return room.room(config, target, found)
+
+
+def _disk_for_ray() -> Iterator[Finding]:
+    # Late, as below.
+    from specserve.cluster.preflight import ray_directory, require_disk_for_ray
+
+    require_disk_for_ray()
+    yield from machine.disk([("Ray's sessions", ray_directory())])
 
 
 def _ray(config: Config, join: str | None) -> Iterator[Finding]:
