@@ -17,9 +17,8 @@ from specserve.cluster.preflight import (
     require_possible_here,
     require_serve,
 )
-from specserve.config.features import has
 from specserve.config.tree import config_from_keys
-from specserve.errors import AdapterError, SpecserveError, Unavailable
+from specserve.errors import SpecserveError, Unavailable
 
 
 @pytest.fixture
@@ -75,22 +74,6 @@ def test_a_config_that_is_not_understood_is_left_to_the_full_check(
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     keys = {"target.path": str(tmp_path), "target.tensor_parallel": 3, "cache.pages": 99_999_999}
     require_possible_here(config_from_keys(keys))
-
-
-@pytest.mark.usefixtures("no_gpus")
-@pytest.mark.skipif(not has("adapters"), reason="needs the feature")
-def test_an_adapter_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
-    def refusal() -> str:
-        with pytest.raises(AdapterError) as refused:
-            require_possible_here(config_from_keys({"adapters.paths": {"sql": str(tmp_path)}}))
-        return str(refused.value)
-
-    begin = f"adapters.paths.sql: {tmp_path}"
-    assert refusal() == f"{begin}/adapter_config.json cannot be read: No such file or directory"
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    assert refusal().startswith(f"{begin} has no adapter_model.safetensors")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut off")
-    assert refusal().startswith(f"{begin}/adapter_model.safetensors cannot be read as safetensors")
 
 
 def test_a_full_disk_is_named_with_what_ray_keeps_there(

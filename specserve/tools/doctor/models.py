@@ -50,6 +50,14 @@ def checkpoint(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
         yield warn(f"{role}, ending", "no generation_config.json", remedy)
 
 
+def adapters(config: Config) -> Iterator[Finding]:
+    """Check that the adapters can be read, and are of the target."""
+    if paths := config.adapters.paths:
+        target = find_config(config.target.path, revision=config.target.revision, key="target.path")
+        part("adapters.store:require_adapters_fit")(target, config)
+        yield ok("adapters", ", ".join(f"{name}: {path}" for name, path in paths.items()))
+
+
 def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
     """Check that the files and tensors of the index exist, and that no file is truncated.
 
