@@ -306,6 +306,7 @@ class Stats:
     target_passes: int  # rounds and prompt chunks
     anticipated: int = 0
     resumed: int = 0
+    irreproducible: str | None = None  # as in ModelInfo
 
     def after(self, earlier: Stats) -> Stats:
         """Return the sum with the counts of an earlier engine that began the request."""
@@ -316,7 +317,13 @@ class Stats:
             accepted=earlier.accepted + self.accepted,
             target_passes=earlier.target_passes + self.target_passes,
             anticipated=earlier.anticipated + self.anticipated,
+            irreproducible=self.irreproducible or earlier.irreproducible,
         )
+
+    @property
+    def reproducible(self) -> bool:
+        """True if the text's bits do not depend on what else was served."""
+        return self.irreproducible is None
 
     @property
     def mean_accepted_length(self) -> float:
@@ -420,6 +427,8 @@ class ModelInfo:
     # input; None: there is no encoder.
     decoder_start: int | None = None
     runs_ahead: bool = False  # plain rounds do not wait for the host
+    # Why a text may depend on what else is served; None: it does not.
+    irreproducible: str | None = None
 
 
 class Target(Protocol):

@@ -12,7 +12,7 @@ from specserve import metrics, vllm_metrics
 from specserve.api.access import ClientAccess
 from specserve.api.key_file import KeyTrouble
 from specserve.api.model_directory import ModelBackend, ModelDirectory
-from specserve.api.responses import json_response
+from specserve.api.responses import json_response, reproducible_members
 from specserve.api.service import ModelStatus, Status
 from specserve.errors import SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
@@ -41,6 +41,8 @@ class Probes:
         if not status.healthy:
             raise Unavailable(status.why or "the workers make no progress")
         healthy: dict[str, object] = {"status": "healthy"}
+        if status.replicas:
+            healthy |= reproducible_members(status.irreproducible)
         if status.draft_placements:
             healthy["draft_placement"] = "; ".join(status.draft_placements)
         if status.device_troubles:

@@ -193,6 +193,7 @@ def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
     The continuations of a request share one verifier.
     """
     rounds, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
+    reasons = {one.irreproducible: None for one in stats if one.irreproducible is not None}
     return {
         "verifier": stats[0].verifier,
         "lossless": all(one.lossless for one in stats),
@@ -203,7 +204,15 @@ def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
         "target_passes": sum(one.target_passes for one in stats),
         "anticipated": sum(one.anticipated for one in stats),
         "resumed": sum(one.resumed for one in stats),
+        **reproducible_members(tuple(reasons)),
     }
+
+
+def reproducible_members(reasons: Sequence[str]) -> dict[str, object]:
+    """Return whether texts depend on what else is served, given all reasons why they may."""
+    if not reasons:
+        return {"reproducible": True}
+    return {"reproducible": False, "irreproducible": "; ".join(reasons)}
 
 
 async def _slices(parts: Iterator[str]) -> AsyncIterator[str]:

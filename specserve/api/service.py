@@ -83,6 +83,7 @@ class Status(Versioned):
     device_troubles: tuple[str, ...] = ()  # devices that are avoided
     losses: tuple[str, ...] = ()  # why workers were last lost, by role
     draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
+    irreproducible: tuple[str, ...] = ()  # why texts may depend on what else is served
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
     pools: tuple[PoolStatus, ...] = ()  # draft pools of which a device reports
     models: tuple[ModelStatus, ...] = ()  # each of several models; () if there is one

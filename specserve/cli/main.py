@@ -266,13 +266,18 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def _json_output(output: Output) -> Mapping[str, object]:
-    assert output.stats is not None, "an output without an error has stats"
+    stats = output.stats
+    assert stats is not None, "an output without an error has stats"
     return {
         "text": output.text,
         "token_ids": output.token_ids,
         "prompt_token_ids": output.prompt_token_ids,
         "finish_reason": output.finish_reason,
-        "stats": asdict(output.stats) | {"mean_accepted_length": output.stats.mean_accepted_length},
+        "stats": asdict(stats)
+        | {
+            "mean_accepted_length": stats.mean_accepted_length,
+            "reproducible": stats.reproducible,
+        },
     }
 
 

@@ -118,6 +118,7 @@ class Coordinator:
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
             decoder_start=self._info.decoder_start,
+            irreproducible=self._info.irreproducible,
         )
         self._next_id += 1
         self._live[sequence.seq_id] = sequence

@@ -30,6 +30,7 @@ class Sequence:
         "_accepted",
         "_anticipated",
         "_drafted",
+        "_irreproducible",
         "_max_length",
         "_passes",
         "_prompt_logprobs",
@@ -61,6 +62,7 @@ class Sequence:
         draft_limit: int,
         end_ids: frozenset[int],
         decoder_start: int | None = None,
+        irreproducible: str | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.client = request.client
@@ -86,6 +88,7 @@ class Sequence:
         self._stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
         )
+        self._irreproducible = irreproducible
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
 
     @property
@@ -132,6 +135,7 @@ class Sequence:
             accepted=self._accepted,
             target_passes=self._passes,
             anticipated=self._anticipated,
+            irreproducible=self._irreproducible,
         )
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from specserve.models.cpu.linear_kernels import LinearKernel, linear_kernel
 from specserve.models.cpu.mapped_file import tensor_address
-from specserve.models.cpu.row_invariance import row_invariant_kernel
+from specserve.models.cpu.row_invariance import is_row_invariant, row_invariant_kernel
 from specserve.models.float8_weight import Float8Weight, float8_of, join_float8
 from specserve.models.gpu.card_kernels import card_kernels
 from specserve.models.gpu.float8_kernels import float8_product
@@ -64,16 +64,22 @@ class PrivateWeights:
 PRIVATE_WEIGHTS = PrivateWeights()
 # The choice is the same for all layers of a network, whose constructors would only hand it on.
 _linear_weights: ContextVar[LinearWeights] = ContextVar("weights", default=PRIVATE_WEIGHTS)
+_failed_shapes: ContextVar[set[tuple[int, int]] | None] = ContextVar("failed", default=None)
 
 
 @contextmanager
-def linear_weights(weights: LinearWeights) -> Iterator[None]:
-    """Take the weights of the linear layers that are made meanwhile from `weights`."""
-    token = _linear_weights.set(weights)
+def linear_weights(weights: LinearWeights) -> Iterator[set[tuple[int, int]]]:
+    """Take the weights of the linear layers that are made meanwhile from `weights`.
+
+    Yields the shapes [in, out] of layers among them at which no kernel is row-invariant.
+    """
+    failed = set[tuple[int, int]]()
+    token, failed_token = _linear_weights.set(weights), _failed_shapes.set(failed)
     try:
-        yield
+        yield failed
     finally:
         _linear_weights.reset(token)
+        _failed_shapes.reset(failed_token)
 
 
 def current_weights() -> LinearWeights:
@@ -83,11 +89,12 @@ def current_weights() -> LinearWeights:
 
 def can_pack(weight: Tensor) -> bool:
     """Return whether a weight is packed; one on the meta device stands for one on the CPU."""
-    return (
-        weight.device.type in ("cpu", "meta")
-        and weight.dtype in (torch.bfloat16, torch.float32)
-        and torch._C._has_mkldnn
-    )
+    return weight.device.type in ("cpu", "meta") and is_packed_format(weight.dtype)
+
+
+def is_packed_format(dtype: torch.dtype) -> bool:
+    """Return whether weights in a number format are packed on CPUs."""
+    return dtype in (torch.bfloat16, torch.float32) and torch._C._has_mkldnn
 
 
 class PackedLinear(nn.Module):
@@ -99,7 +106,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        weights, self.kernel = current_weights(), _kernel_for(weight)
+        weights, self.kernel = current_weights(), kernel_for(weight)
         self.weight = weights.pack(weight, self.kernel)
         self.bias = None if bias is None else weights.keep(bias)
 
@@ -179,7 +186,7 @@ class PackedGate(nn.Module):
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = gate.shape
-        weights, self.kernel = current_weights(), _kernel_for(gate)
+        weights, self.kernel = current_weights(), kernel_for(gate)
         self.weight = weights.pack(self.kernel.interleave(gate, up), self.kernel)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,10 +216,14 @@ def kernel_of(dtype: torch.dtype) -> LinearKernel:
     return current_weights().kernel if is_choice else linear_kernel(dtype=dtype)
 
 
-def _kernel_for(weight: Tensor) -> LinearKernel:
+def kernel_for(weight: Tensor) -> LinearKernel:
     """Return the kernel of a layer with that weight [out, in]."""
     outer, inner = weight.shape
-    return row_invariant_kernel(kernel_of(weight.dtype), inner, outer, weight.dtype)
+    kernel = row_invariant_kernel(kernel_of(weight.dtype), inner, outer, weight.dtype)
+    failed = _failed_shapes.get()
+    if failed is not None and not is_row_invariant(kernel, inner, outer, weight.dtype):
+        failed.add((inner, outer))
+    return kernel
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
@@ -265,7 +276,7 @@ def pack_linears(module: nn.Module) -> None:
     """
     children: list[tuple[str, Any]] = list(module.named_children())
     for name, child in children:
-        weight = _linear_weight(child)
+        weight = weight_of_linear(child)
         if weight is None:
             pack_linears(child)
             continue
@@ -275,7 +286,7 @@ def pack_linears(module: nn.Module) -> None:
             setattr(module, name, PackedLinear(weight, child.bias))
 
 
-def _linear_weight(module: Any) -> Tensor | None:  # [out, in]
+def weight_of_linear(module: Any) -> Tensor | None:  # [out, in]
     """Return the weight of a linear layer, the kinds of GPT-2 and Falcon included; else None."""
     kind = type(module)
     if kind is nn.Linear or kind.__name__ == "FalconLinear":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ from specserve.models.network import (
     build_network,
     library_attention,
 )
+from specserve.models.reproducibility import why_irreproducible
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 
@@ -134,6 +135,8 @@ class Model:
     max_context: int
     network: ShareableNetwork | None = None  # the runner's, if others can draft with it
     adapters: Adapters | None = None  # the runner's
+    # Why texts may depend on what else is served; None: they do not.
+    irreproducible: str | None = None
 
 
 def open_model(
@@ -163,8 +166,19 @@ def open_model(
     # A GPU's pages are counted once the largest pass has shown what it needs itself.
     largest = opening.largest_pass(loaded.spec)
     cache = opening.open_cache(loaded, largest)
-    attention, network = opening.open_network(loaded, cache, packed)
-    return opening.open_runner(loaded, cache, attention, network, largest)
+    attention, network, failed = opening.open_network(loaded, cache, packed)
+    model = opening.open_runner(loaded, cache, attention, network, largest)
+    return replace(
+        model,
+        irreproducible=why_irreproducible(
+            loaded.module,
+            loaded.spec,
+            device=opening.device,
+            dtype=opening.dtype,
+            attention=opening.attention_name,
+            failed=failed,
+        ),
+    )
 
 
 def plain_runner(
@@ -400,14 +414,18 @@ class _Opening:
 
     def open_network(
         self, loaded: LoadedModel, cache: PagedCache, packed: PackedCheckpoint | None
-    ) -> tuple[Attention, Any]:
-        """Return the attention and the network, over packed weights if there are any."""
-        with torch.inference_mode(), linear_weights(packed or PrivateWeights(self.options.kernel)):
+    ) -> tuple[Attention, Any, Collection[tuple[int, int]]]:
+        """Return the attention, the network, and the shapes at which its linear layers fail.
+
+        The network is over packed weights if there are any.
+        """
+        weights = packed or PrivateWeights(self.options.kernel)
+        with torch.inference_mode(), linear_weights(weights) as failed:
             attention = self.open_attention(loaded)
             network = self.build(loaded, cache, attention)
         if packed is not None:
             packed.check_finished()
-        return attention, network
+        return attention, network, failed
 
     def open_runner(
         self,

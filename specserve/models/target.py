@@ -332,6 +332,7 @@ def _describe(opened: Model, *, runs_ahead: bool) -> ModelInfo:
         and cache.device.type == "cuda"
         and not spec.is_encoder_decoder
         and opened.adapters is None,
+        irreproducible=opened.irreproducible,
     )
 
 

@@ -458,12 +458,13 @@ def _write_stats(stats: Stats) -> Row:
         stats.anticipated,
         stats.resumed,
     )
-    return stats.verifier, _STATS.pack(stats.lossless, *counts)
+    return stats.verifier, _STATS.pack(stats.lossless, *counts), stats.irreproducible
 
 
 def _read_stats(row: Any) -> Stats:
-    verifier, numbers = row
-    return Stats(require_text(verifier), *_STATS.unpack(numbers))
+    verifier, numbers, irreproducible = row
+    reason = None if irreproducible is None else require_text(irreproducible)
+    return replace(Stats(require_text(verifier), *_STATS.unpack(numbers)), irreproducible=reason)
 
 
 def write_chunk(chunk: Chunk, arrays: ArrayWriter) -> Row:

@@ -239,7 +239,8 @@ def test_a_broken_file_shows_in_health_readiness_and_metrics_before_it_ends_the_
                 if line.startswith("specserve_api_keys_valid ")
             )
 
-        assert (ask("/health"), gauge()) == ((200, '{"status":"healthy"}'), "1")
+        well = (200, '{"status":"healthy","reproducible":true}')
+        assert (ask("/health"), gauge()) == (well, "1")
         file.write_text("bob bobs-key\nal/ice alices-key\n")
         for path in ("/health", "/ready"):
             status, body = ask(path)

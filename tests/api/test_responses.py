@@ -70,6 +70,7 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.Ope
         "target_passes",
         "anticipated",
         "resumed",
+        "reproducible",
     ]
 
 

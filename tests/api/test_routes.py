@@ -116,6 +116,17 @@ def test_devices_that_are_avoided_stand_in_the_health_of_a_server_that_is_well()
     assert (reply.status, reply.json) == (200, {"status": "healthy", "devices": troubles[0]})
 
 
+def test_health_says_whether_texts_depend_on_what_else_is_served_and_why() -> None:
+    state = Status(ready=True, healthy=True, replicas=2, irreproducible=("experts", "a GPU"))
+    with serving(FakeService(state=state)) as server:
+        health = server.ask("/health").json
+    assert health == {
+        "status": "healthy",
+        "reproducible": False,
+        "irreproducible": "experts; a GPU",
+    }
+
+
 class UnhealthyService(FakeService):
     async def status(self) -> Status:
         if self.error is not None:
@@ -238,7 +249,8 @@ def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(
 
 def test_the_release_is_shown_and_a_ping_is_a_health_check(server: RunningServer) -> None:
     assert server.ask("/version").json == {"version": __version__}
-    assert server.ask("/ping").json == server.ask("/health").json == {"status": "healthy"}
+    well = {"status": "healthy", "reproducible": True}
+    assert server.ask("/ping").json == server.ask("/health").json == well
     assert server.ask("/ping", method="POST").status == 200
     with serving(FakeService(state=Status(ready=False, healthy=False, why="it hangs"))) as ill:
         for method in ("GET", "POST"):

@@ -85,7 +85,7 @@ def test_generate_prints_ids_and_statistics_as_json(
     assert set(printed) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
     assert set(printed["stats"]) == {
         "verifier", "lossless", "rounds", "drafted", "accepted", "mean_accepted_length",
-        "target_passes", "anticipated", "resumed",
+        "target_passes", "anticipated", "resumed", "reproducible", "irreproducible",
     }  # fmt: skip
     assert printed["stats"]["verifier"] == "speculative"
     assert len(printed["token_ids"]) == 5

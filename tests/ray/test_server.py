@@ -559,6 +559,8 @@ def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(serv
     # Its device may be named as well: the tests have ended several workers in the last minutes.
     health = json.loads(server.get("/health")[1])
     assert (health["status"], health["draft_placement"]) == ("healthy", "apart")
+    answer = server.complete("import os", max_tokens=2)
+    assert answer.specserve["reproducible"] is health["reproducible"]
 
 
 def count(kind: str) -> int:

@@ -72,10 +72,32 @@ def test_the_demo_pair_is_well(no_ray: None, capsys: pytest.CaptureFixture[str])
         "target, weights",
         "tokenizer",
         "draft, tokens",
+        "reproducible",
         "http port",
         "ray",
     } <= set(subjects)
     assert subjects["draft, tokens"] == "ok"
+
+
+def test_the_doctor_says_whether_texts_depend_on_what_else_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def finding(name: str, **keys: object) -> Finding:
+        path = tmp_path / name
+        config = config_from_keys(
+            {"target.path": str(make(name, path)), "draft.kind": "none"} | keys
+        )
+        (found,) = models.reproducible(config)
+        return found
+
+    well = finding("llama", **{"target.dtype": "bfloat16"})
+    assert (well.grade, well.found.partition(":")[0]) == (Grade.OK, "true")
+    experts = finding("mixtral")
+    assert (experts.grade, experts.found.partition(":")[0]) == (Grade.WARN, "false")
+    assert "is multiplied by the library" in experts.found
+    assert "on GPUs" in finding("qwen2", **{"target.device": "cuda"}).found
 
 
 def test_a_config_that_is_wrong_is_a_finding_and_the_machine_is_looked_at_all_the_same(

@@ -314,7 +314,7 @@ def samples() -> list[Message]:
                     (Origin.BONUS,),
                     None,
                     FinishReason.ERROR,
-                    Stats("block", True, 1, 2, 3, 4),
+                    Stats("block", True, 1, 2, 3, 4, irreproducible="experts"),
                     "fällt aus",
                 ),
             )

@@ -194,6 +194,7 @@ class Board:
             draft_placements=tuple(
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),
+            irreproducible=_reasons(engines),
         )
 
     def _troubles(
@@ -283,6 +284,12 @@ def _model_status(name: str, engines: Sequence[ReplicaReport], *, may_sleep: boo
     troubles = [one.trouble for one in engines if one.trouble is not None]
     why = "" if healthy else "; ".join(troubles) or NO_ENGINE
     return ModelStatus(name, healthy, why, len(engines))
+
+
+def _reasons(engines: Sequence[ReplicaReport]) -> tuple[str, ...]:
+    """Return why texts of the engines may depend on what else is served."""
+    found = ((one.model, one.info.model.irreproducible) for one in engines if one.info is not None)
+    return tuple(sorted({_named(model, reason) for model, reason in found if reason is not None}))
 
 
 def _named(model: str, trouble: str) -> str:

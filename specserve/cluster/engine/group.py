@@ -391,9 +391,10 @@ class WorkerGroup:
 
 
 def _model_info(ranks: Workers) -> ModelInfo:
-    info = ranks[0].ready.info
-    assert info is not None
-    return info
+    """Return what the first rank says of the model, and why any of them is not reproducible."""
+    infos = [rank.ready.info for rank in ranks if rank.ready.info is not None]
+    reasons = (info.irreproducible for info in infos if info.irreproducible is not None)
+    return replace(infos[0], irreproducible=next(reasons, None))
 
 
 async def _open_worker(started: StartedWorker, keys: KeyPair, *arguments: object) -> Worker:

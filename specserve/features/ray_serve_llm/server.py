@@ -114,6 +114,7 @@ class LocalService:
             device_troubles=health.device_troubles,
             losses=group.losses,
             draft_placements=() if group.draft_placement is None else (group.draft_placement,),
+            irreproducible=() if (reason := group.info.irreproducible) is None else (reason,),
             metrics=(self._running.snapshot(),),
         )
 

@@ -87,10 +87,14 @@ def row_invariant_kernel(
     return kernel
 
 
+@cache
 def is_row_invariant(
     kernel: LinearKernel, inner: int, outer: int, dtype: torch.dtype = torch.bfloat16
 ) -> bool:
-    """Return whether rows have the same bits alone and beside others, in all of its products."""
+    """Return whether rows have the same bits alone and beside others, in all of its products.
+
+    A kernel is tried once at each shape.
+    """
     outer = min(outer, MAX_OUTPUTS, max(1, MAX_WEIGHTS // inner))
     x, weight = cancelling_products(max(COMPANIES), inner, outer, dtype=dtype)
     packed = kernel.pack(weight)

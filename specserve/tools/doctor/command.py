@@ -53,6 +53,7 @@ def _findings(
     for part in config.each_model:
         yield from guarded("models", partial(models.pair, part))
         yield from guarded("adapters", partial(models.adapters, part))
+        yield from guarded("reproducible", partial(models.reproducible, part))
         yield from guarded("memory", partial(_room, part))
     yield from guarded("API keys", lambda: secrets.keys(config.http))
     yield from guarded("TLS", lambda: secrets.tls(config.http))

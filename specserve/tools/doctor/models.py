@@ -20,7 +20,10 @@ from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
 from specserve.config.tree import Config
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
+from specserve.models.model import ModelOptions
+from specserve.models.reproducibility import ON_GPU, expected_reason
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
+from specserve.tools.doctor.room import on_gpu
 
 NUM_SHOWN = 5
 """Differing ids that a finding lists."""
@@ -173,6 +176,21 @@ def same_tokens(
         )
     else:
         yield ok(f"{key}, tokens", f"{found}; only one of the two has each of them")
+
+
+def reproducible(config: Config) -> Iterator[Finding]:
+    """Say whether the target's texts depend on what else is served, and why they may."""
+    target, own = config.target, ModelOptions.from_config(config.target, config)
+    path = find_config(target.path, revision=target.revision, key="target.path")
+    if on_gpu(target):
+        reason: str | None = ON_GPU
+    else:
+        reason = expected_reason(path, dtype=own.dtype, attention=own.attention, kernel=own.kernel)
+    if reason is None:
+        yield ok("reproducible", "true: rows keep their bits in all kernels, as tried here")
+    else:
+        remedy = "texts may depend on what else is served; their distribution does not"
+        yield warn("reproducible", f"false: {reason}", remedy)
 
 
 def revisions(config: Config) -> Iterator[Finding]:

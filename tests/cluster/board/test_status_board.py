@@ -17,12 +17,14 @@ from specserve.cluster.board.status_board import (
     SILENT_AFTER_S,
     Answer,
     Board,
+    EngineInfo,
     EngineKeys,
     GatewayAnswer,
     PoolAnswer,
     ReplicaReport,
 )
 from specserve.metrics import Registry, Snapshot, merge
+from specserve.types import ModelInfo
 from tests.support.clock import Clock
 
 
@@ -148,6 +150,17 @@ def test_the_board_names_each_placement_of_the_drafts_once() -> None:
     for replica, placement in (("a", "apart"), ("b", "together"), ("c", "apart"), ("d", None)):
         board.report(ReplicaReport(replica, ENGINE, None, Snapshot({}), placement))
     assert board.status().draft_placements == ("apart", "together")
+
+
+def test_the_board_names_each_reason_why_engines_are_not_reproducible_once() -> None:
+    board = Board()
+    for replica, reason in (("a", "experts"), ("b", None), ("c", "experts"), ("d", "a GPU")):
+        info = EngineInfo(ModelInfo(8, 8, frozenset(), 4, 4, irreproducible=reason))
+        board.report(ReplicaReport(replica, ENGINE, None, Snapshot({}), info=info))
+    assert board.status().irreproducible == ("a GPU", "experts")
+    named = ReplicaReport("a", ENGINE, None, Snapshot({}), model="one", info=info)
+    board.report(named)
+    assert "one: a GPU" in board.status().irreproducible
 
 
 def test_gateways_get_the_keys_of_the_engines_that_report() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from specserve.cluster.engine import worker_setup
-from specserve.cluster.engine.worker_host import WorkerPlace, WorkerSite
+from specserve.cluster.engine.group import _model_info
+from specserve.cluster.engine.supervisor import Worker
+from specserve.cluster.engine.worker_host import WorkerPlace, WorkerReady, WorkerSite
 from specserve.cluster.engine.workers import DraftWorker, TargetWorker, _serve
 from specserve.config.tree import config_from_keys
 from specserve.errors import DeviceFault, OutOfPages
@@ -88,6 +90,15 @@ def test_a_worker_on_a_faulty_device_fails_before_it_reads_weights_and_says_wher
     error = pickle.loads(pickle.dumps(raised.value))  # as it reaches the coordinator
     assert str(error) == "cpu of node 10.0.0.5 is faulty: 1 of 9 elements are wrong"
     assert (error.node, error.device) == ("a1b2", "cpu")
+
+
+def test_one_rank_that_is_not_reproducible_makes_the_engine_so() -> None:
+    address: Any = None
+    infos = (model_info(), replace(model_info(), irreproducible="experts"))
+    readies = [WorkerReady(address, address, 8, 8, info) for info in infos]
+    ranks: list[Any] = [Worker("target", address, ready, address) for ready in readies]
+    assert _model_info((ranks[0], ranks[1])) == infos[1]
+    assert _model_info((ranks[0],)).irreproducible is None
 
 
 def test_a_device_is_named_as_its_node_counts_it() -> None:
