@@ -95,7 +95,8 @@ def rank_next_tokens(sequences: Sequence[Sequence[PositionLogits]], width: int) 
         log_sum = logits.logsumexp(-1, keepdim=True)
         of_draft = logits.gather(1, of_draft)
         top, ids = logits.topk(kept, dim=-1)
-    probabilities = torch.cat([of_draft, top], dim=1).sub_(log_sum).exp_()
+    # A broken draft's logits are not finite: nothing is likely then.
+    probabilities = torch.cat([of_draft, top], dim=1).sub_(log_sum).exp_().nan_to_num_(0.0)
     tokens, host_probs = to_host(ids, probabilities)
     probs = host_probs.astype(np.float64)
     return _of_sequences(

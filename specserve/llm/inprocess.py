@@ -24,7 +24,7 @@ from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
 from specserve.models.device_formats import require_device_for, resolve_device
 from specserve.models.target import TargetModel, open_target
-from specserve.models.warmup import warm_up
+from specserve.models.warmup import require_finite, warm_up
 from specserve.progress import ReportProgress, no_progress
 from specserve.types import (
     Drafter,
@@ -151,6 +151,7 @@ def open_parts(
     threads = config.target.threads or torch.get_num_threads()
     report_progress("loading the target")
     target = open_target(checkpoints.target, config)
+    require_finite(target)
     local_target = LocalTarget(target, threads=threads, report=report)
     info = target.info
     if config.speculation.gamma is None:

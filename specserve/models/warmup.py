@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from specserve.errors import ModelError
 from specserve.progress import ReportProgress, no_progress
+from specserve.sampling.distribution import NOT_FINITE_ERROR
 from specserve.types import Curve, ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 WARMUP_SEQ_ID = 2**62
@@ -16,6 +19,8 @@ WARMUP_ROWS = (1, 8, 32, 4, 16, 2, 64, 6, 12, 24, 48, 3, 128, 256)
 """Rows of the passes: those that show the shape of the curve come first, in case time runs out."""
 REPEATS = 3
 """Times each pass runs; the quickest counts."""
+NUM_TRIED = 4
+"""Tokens of the vocabulary after which logits are looked at."""
 MAX_TIMED_S = 2.0
 """Seconds after which no more passes are tried."""
 
@@ -31,6 +36,33 @@ class WarmupTarget(Protocol):
 
 BRIEF_ROWS = (1, 8)
 POLICY = Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1)
+
+
+def require_finite(model: WarmupTarget) -> None:
+    """Raise ModelError if no token of a few has finite logits after it.
+
+    Every rank of a target must call it at the same time. A single broken row of an embedding is no
+    reason: requests that use it fail alone.
+    """
+    info = model.info
+    count = min(NUM_TRIED, info.num_pages // (1 + (info.decoder_start is not None)))
+    policy = replace(POLICY, logprobs=0)  # which show it on each device
+    steps = []
+    for number in range(count):
+        prompt = (number * info.vocab_size // count,)
+        encoder_input = () if info.decoder_start is None else prompt
+        seq_id = WARMUP_SEQ_ID + number
+        steps.append(VerifyStep(seq_id, 0, prompt, (), None, policy, encoder_input=encoder_input))
+    verdicts = model.verify(steps)
+    model.release([step.seq_id for step in steps])
+    if verdicts and not any(_is_finite(verdict) for verdict in verdicts):
+        raise ModelError(NOT_FINITE_ERROR)
+
+
+def _is_finite(verdict: Verdict) -> bool:
+    return verdict.logprobs is not None and all(
+        math.isfinite(one.token) for one in verdict.logprobs
+    )
 
 
 def warm_up(

@@ -118,7 +118,9 @@ def supports(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return ids and probs of q on one support width, both [draft tokens, support].
 
-    `flat` holds the draft tokens of all sequences. Where q is None, it is one-hot on them.
+    `flat` holds the draft tokens of all sequences. Where q is None, it is one-hot on them. So it is
+    where probabilities are not finite, as of a broken draft: whatever a token is, it may be
+    verified as a certain one.
     """
     given = [rows for rows in q if rows is not None]
     width = max((rows.ids.shape[1] for rows in given), default=1)
@@ -130,6 +132,10 @@ def supports(
         sampled = np.repeat([rows is not None for rows in q], lengths)
         ids[sampled] = np.concatenate([_pad_support(rows.ids, width) for rows in given])
         probs[sampled] = np.concatenate([_pad_support(rows.probs, width) for rows in given])
+    if not np.isfinite(probs.sum()):
+        broken = ~np.isfinite(probs).all(1)
+        ids[broken], probs[broken] = flat[broken, None], 0
+        probs[broken, 0] = 1
     return ids, probs
 
 

@@ -156,6 +156,25 @@ def test_prepared_proposals_equal_those_drafted_later_whenever_interrupted(
     assert model.runner.cache.num_used == 0, "branches are left behind"
 
 
+def test_a_draft_whose_logits_are_not_finite_prepares_nothing_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chance, model = random.Random(0), neural()
+    network: Any = model.runner
+    logits = network.network.logits
+    monkeypatch.setattr(
+        network.network, "logits", lambda *given: logits(*given).fill_(float("nan"))
+    )
+    ahead, running = anticipating(model), texts(chance, WARPS)
+    for _ in range(5):
+        proposals = ahead.propose([text.step(3) for text in running], NEVER)
+        ahead.prepare(bool)
+        assert all(len(proposal.tokens) == 3 for proposal in proposals)
+        for text, proposal in zip(running, proposals, strict=True):
+            text.commit(proposal, ())
+    model.runner.cache.check()
+
+
 def test_a_prepared_answer_takes_no_pass() -> None:
     model = neural()
     ahead = anticipating(model, per_position=8)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from specserve.models.warmup import WARMUP_ROWS, warm_up
-from specserve.types import ModelInfo, Verdict, VerifyStep
+import pytest
+
+from specserve.errors import ModelError
+from specserve.models.warmup import NUM_TRIED, WARMUP_ROWS, require_finite, warm_up
+from specserve.types import Logprobs, ModelInfo, Verdict, VerifyStep
 from tests.support.clock import Clock
 
 
@@ -51,3 +56,41 @@ def test_warm_up_stops_early_for_a_short_context_or_a_slow_machine() -> None:
     assert len(warm_up(slow, clock=slow.clock, timed=False)) == len(WARMUP_ROWS), (
         "ranks must all do the same, however slow"
     )
+
+
+class ScoredTarget(FakeTarget):
+    """A target of known logprobs, one after each step."""
+
+    def __init__(self, logprobs: Sequence[float], *, num_pages: int = 1000) -> None:
+        super().__init__(context=64)
+        self.info = replace(self.info, num_pages=num_pages)
+        self.logprobs, self.tokens = logprobs, list[int]()
+
+    def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
+        super().verify(steps)
+        self.tokens += [step.tokens[0] for step in steps]
+        return [
+            Verdict.failed(step.seq_id, "broken")
+            if math.isinf(value)
+            else Verdict(step.seq_id, 0, 1, (Logprobs(value, (), ()),))
+            for step, value in zip(steps, self.logprobs, strict=False)
+        ]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_target_without_finite_logits_is_refused_and_one_with_a_broken_row_is_not(
+    wrong: float,
+) -> None:
+    broken = ScoredTarget([wrong] * NUM_TRIED)
+    with pytest.raises(ModelError, match="logits are not finite"):
+        require_finite(broken)
+    assert not broken.held
+    assert broken.tokens == [0, 25, 50, 75], "of all of the vocabulary"
+    require_finite(ScoredTarget([wrong] * (NUM_TRIED - 1) + [-0.5]))
+    require_finite(FakeTarget(context=64))  # a rank that has no verdicts
+
+
+def test_a_cache_of_one_page_has_room_for_one_token_that_is_tried() -> None:
+    small = ScoredTarget([-1.0], num_pages=1)
+    require_finite(small)
+    assert small.tokens == [0]

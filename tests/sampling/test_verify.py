@@ -405,6 +405,25 @@ def test_certain_drafts_are_one_hot_q() -> None:
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_draft_tokens_whose_q_is_not_finite_are_verified_as_certain_ones(
+    name: str, wrong: float
+) -> None:
+    p, tokens, q = random_round(3, [3] * 40)
+    broken = [
+        None if own is None else SparseDistribution(own.ids, np.full_like(own.probs, wrong))
+        for own in q
+    ]
+    streams = RandomStreams.from_seeds(range(40), [9] * 40)
+    found, expected = (
+        VERIFIERS[name](p, DraftBatch.from_tokens(tokens, each), streams)
+        for each in (broken, [None] * 40)
+    )
+    assert torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.next_token, expected.next_token)
+
+
+@pytest.mark.parametrize("name", types.VERIFIERS)
 def test_a_token_of_probability_0_is_never_emitted(name: str) -> None:
     """The lenience accepts nearly everything else."""
     p, tokens, q = random_round(4, [3] * 500, vocab=40, warp=Warp(top_k=3))

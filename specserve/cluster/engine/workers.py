@@ -37,7 +37,7 @@ from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
-from specserve.models.warmup import warm_up, warm_up_briefly
+from specserve.models.warmup import require_finite, warm_up, warm_up_briefly
 from specserve.types import Curve, ModelInfo, Span, Verdict
 from specserve.wire.messages import (
     Failure,
@@ -132,7 +132,8 @@ class TargetWorker:
         _serve(self._server, self._answer, self._draft, spin_s=0.0)
 
     def _warm_up(self, model: TargetModel | TargetFollower, curve: Curve | None) -> Curve:
-        """Warm up and measure the curve; briefly, where one is known."""
+        """Warm up and measure the curve; briefly, where one is known. Raises ModelError."""
+        require_finite(model)
         if curve is None:
             return warm_up(model, timed=self._size == 1)
         warm_up_briefly(model)

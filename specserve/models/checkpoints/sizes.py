@@ -24,8 +24,11 @@ SIZES: Mapping[str, int] = {
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Numbers of positions."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-SCALES = ("rope_theta", "factor")
-"""Values of rotary embeddings, by which frequencies are divided."""
+SCALES = (
+    *("rope_theta", "factor", "attention_factor"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+)
+"""Values of rotary embeddings, by which frequencies are divided or multiplied."""
 
 
 def check_numbers(directory: Path, config: Any) -> None:
