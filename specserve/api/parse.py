@@ -218,7 +218,7 @@ class RequestParser:
         if not echo:
             return Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
         is_text = isinstance(prompt, str) and not is_cut
-        return Prompt(ids, str(prompt) if is_text else self._tokenizer.decode(ids))
+        return Prompt(ids, str(prompt) if is_text else self._tokenizer.decode_to_continue(ids))
 
     def _truncation(self, body: GenerationBody) -> int | None:
         """Return how many tokens of a prompt are kept, the last ones; None: all."""

@@ -114,6 +114,10 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
+    def decode_to_continue(self, token_ids: Sequence[int]) -> str:
+        """Return the text up to its last whole character; what continues it has the rest."""
+        return IncrementalDetokenizer(self).push(token_ids)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -228,7 +228,7 @@ class PendingOutput:
         )
         self._echo = ""
         if sampling.echo:
-            self._echo = tokenizer.decode(prompt) if echo is None else echo
+            self._echo = tokenizer.decode_to_continue(prompt) if echo is None else echo
         self._pieces: list[OutputDelta] = []
         self._num_taken = 0
         self.is_live = False  # from the submission to the last chunk

@@ -212,6 +212,20 @@ def test_echo_puts_the_prompt_in_front_once(server: RunningServer) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "日a" + TEXT
 
 
+@pytest.mark.parametrize(("most", "text"), [(0, ""), (100, TEXT)])
+def test_echo_does_not_repeat_a_character_that_the_prompt_begins(
+    server: RunningServer, most: int, text: str
+) -> None:
+    """The text begins another one."""
+    begun = list(demo_tokenizer().encode("x é"))[:-1]
+    body = {"prompt": begun, "echo": True, "max_tokens": most}
+    for logprobs in ({}, {"logprobs": 1}):
+        choice = server.ask("/v1/completions", body | logprobs).json["choices"][0]
+        assert choice["text"] == "x \N{REPLACEMENT CHARACTER}" + text
+        if logprobs and most:
+            assert choice["logprobs"]["text_offset"][len(begun)] == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_logprobs_say_where_each_token_begins(
     server: RunningServer, stream: bool

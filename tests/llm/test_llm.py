@@ -238,6 +238,16 @@ def test_echo_puts_the_prompt_in_front() -> None:
     assert [len(output.token_ids) for output in outputs] == [2, 2]
 
 
+def test_echo_does_not_repeat_a_character_that_the_prompt_begins_and_the_text_ends() -> None:
+    llm, _ = scripted("0123")
+    begun = byte_tokenizer().encode("xü")[:-1]
+    (output,) = llm.generate([begun], Sampling(max_tokens=2, echo=True))
+    assert output.text == "x\N{REPLACEMENT CHARACTER}01"
+    assert "".join(
+        delta.text for delta in llm.stream(begun, Sampling(max_tokens=2, echo=True))
+    ) == (output.text)
+
+
 def test_more_prompts_than_the_queue_holds_are_all_answered() -> None:
     llm, _ = scripted("01", **{"limits.max_running": 2, "limits.max_queued": 1})
     assert [output.text for output in llm.generate(["a"] * 20)] == ["01"] * 20
