@@ -49,8 +49,8 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     target's.
     """
     target = target_checkpoint(config, report_progress)
-    tokenizer = Tokenizer.load(target)
     context = require_context(target, config.limits)
+    tokenizer = Tokenizer.load(target)
     if config.draft.kind in FILE_CHECKS:
         _require_decoder_only(target, config.draft)
         part(FILE_CHECKS[config.draft.kind])(target, tokenizer, config.draft)

@@ -143,5 +143,9 @@ class VersionMismatch(BadFrame):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, which may have many."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error of a library, which may have many.
+
+    The next line is added where the first one only introduces it.
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -29,6 +29,7 @@ from specserve.errors import (
     TokenizerMismatch,
     first_line,
 )
+from specserve.json_files import read_object
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
 
@@ -48,6 +49,16 @@ def hide_torch() -> None:
 
     for module in (transformers, transformers.utils, transformers.utils.import_utils):
         module.is_torch_available = is_torch_available  # type: ignore[attr-defined]
+
+
+def _broken_file(directory: Path) -> str | None:
+    """Return what is wrong with the first of the tokenizer's files that is no JSON."""
+    for path in sorted(directory.glob("*token*.json")):
+        try:
+            read_object(path)
+        except (OSError, ValueError) as error:
+            return first_line(error)
+    return None
 
 
 class Tokenizer:
@@ -90,7 +101,7 @@ class Tokenizer:
         # The library checks little of what the files say; a wrong value may raise anything.
         except Exception as error:
             missing = ModelError if Path(path).is_dir() else ModelNotFound
-            why = first_line(error)
+            why = _broken_file(Path(path)) or first_line(error)
             files = (file for kind in _TOKENIZER_FILES for file in Path(path).glob(kind))
             if Path(path).is_dir() and not any(files):
                 why = (

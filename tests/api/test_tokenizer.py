@@ -354,6 +354,10 @@ def test_a_tokenizer_loads_from_a_directory_and_nothing_else_does(tmp_path: Path
         Tokenizer.load(tmp_path / "empty")
     with pytest.raises(ModelNotFound, match="no tokenizer can be loaded"):
         Tokenizer.load(tmp_path / "missing" / "entirely")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / "saved" / name).write_bytes(b'{"a": "\xff"}')
+        with pytest.raises(ModelError, match=f": {name} is no UTF-8: "):
+            Tokenizer.load(tmp_path / "saved")
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]

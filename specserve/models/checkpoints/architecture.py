@@ -11,7 +11,11 @@ from specserve.models.checkpoints.decoders import (
     decoder_context,
     is_heterogeneous,
 )
-from specserve.models.checkpoints.library import generation_value, is_encoder_decoder
+from specserve.models.checkpoints.library import (
+    GENERATION_CONFIG,
+    generation_value,
+    is_encoder_decoder,
+)
 from specserve.models.plans import HeadCounts
 
 DEFAULT_POSITIONS = 512
@@ -103,4 +107,12 @@ def _end_ids(directory: Path, config: Any) -> frozenset[int]:
     """
     stated = generation_value(directory, "eos_token_id")
     ids: Any = config.eos_token_id if stated is None else stated
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    end_ids = frozenset[int](() if ids is None else [ids] if isinstance(ids, int) else ids)
+    for token in end_ids:
+        if not 0 <= token < config.vocab_size:
+            file = "config.json" if stated is None else GENERATION_CONFIG
+            raise UnsupportedModel(
+                f"{directory} has the eos_token_id {token} in {file}, and its vocabulary ends at "
+                f"{config.vocab_size - 1}"
+            )
+    return end_ids

@@ -152,10 +152,18 @@ def _read_float8(
 def _check_shape(
     found: Tensor, part: Part | None, empty: Tensor, stored_name: str, directory: Path
 ) -> None:
-    if found.shape != (empty.shape if part is None else part.shape(empty.shape)):
-        raise ModelError(
-            f"{directory} holds {stored_name} in another shape than config.json implies"
-        )
+    implied = empty.shape if part is None else part.shape(empty.shape)
+    if found.shape != implied:
+        raise wrong_shape(directory, stored_name, found.shape, implied)
+
+
+def wrong_shape(
+    directory: Path, name: str, found: Iterable[int], implied: Iterable[int]
+) -> ModelError:
+    return ModelError(
+        f"{directory} holds {name} in another shape, {[*found]}, than config.json implies, "
+        f"{[*implied]}"
+    )
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:

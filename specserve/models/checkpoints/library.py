@@ -32,17 +32,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
+from specserve.json_files import read_object
 from specserve.models.checkpoints.decoders import (
     check_decoder,
     is_heterogeneous,
 )
-from specserve.models.checkpoints.fill import check_complete
+from specserve.models.checkpoints.fill import check_complete, wrong_shape
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.shapes_only import shapes_only
-from specserve.models.checkpoints.sizes import check_numbers
+from specserve.models.checkpoints.sizes import check_numbers, check_sizes
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 
 ENCODER_DECODERS = ("mt5", "t5")
+GENERATION_CONFIG = "generation_config.json"
 UNDECLARED = ("stablelm",)
 """Models that take any registered attention, and do not say so."""
 
@@ -99,7 +101,12 @@ def read_config(directory: Path) -> Any:
     with library_errors(
         directory, "cannot be read as a model that transformers knows", UnsupportedModel
     ):
+        stated = read_object(directory / "config.json")
+        if (directory / GENERATION_CONFIG).is_file():
+            read_object(directory / GENERATION_CONFIG)
         read_format(directory)  # which refuses what it cannot read
+        # By which the library would divide.
+        check_sizes(directory, {name: value for name, value in stated.items() if value == 0})
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
@@ -176,7 +183,7 @@ def load_tokenizer(directory: Path) -> str:
 
 def generation_value(directory: Path, name: str) -> Any:
     """Return a value of generation_config.json; None if it has none."""
-    if not (directory / "generation_config.json").is_file():
+    if not (directory / GENERATION_CONFIG).is_file():
         return None
     config = GenerationConfig.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
@@ -212,8 +219,11 @@ def load_whole(
         use_safetensors=True,
         device_map=None if device.type == "cpu" else {"": device},
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported, and refused here
     )
     module, report = loaded
+    for name, found, implied in sorted(report["mismatched_keys"]):
+        raise wrong_shape(directory, name, found, implied)
     check_complete(directory, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
     return module
 

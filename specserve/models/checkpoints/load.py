@@ -39,6 +39,7 @@ from specserve.models.checkpoints.weights import (
     Codes,
     StoredSize,
     Weights,
+    stored_tensors,
 )
 from specserve.models.plans import check_plan
 from specserve.models.shard import Division, Shard
@@ -46,6 +47,8 @@ from specserve.models.skip import layers_of, without_layers
 
 log = logging.getLogger(__name__)
 
+FLOATS = ("F", "BF")
+"""What the names of floating-point types in a file begin with."""
 LIBRARY_ATTENTION = {"eager", "sdpa"}
 """The library's own attention, which every model supports without registering."""
 
@@ -95,6 +98,7 @@ def load_model(
     _check_dtype_and_skip(config, dtype, skip)
     attention = _usable_attention(config, attention)
     with quiet_library(), library_errors(directory):
+        spec = architecture(directory, config, size)  # before weights are read
         if packed is None:
             check_fits_files(directory, config)
             report_quantized(directory, config, dtype, device, size, keeps=keeps)
@@ -119,7 +123,6 @@ def load_model(
         if packed is None:
             module.to(device)  # the buffers, and what a checkpoint does not hold
         module.eval().requires_grad_(False)
-        spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
 
@@ -169,6 +172,7 @@ def check_fits_files(directory: Path, config: Any) -> None:
 
     The library would allocate and draw those that are missing, before it says so.
     """
+    _check_types(directory)
     stored = StoredSize.of_files(directory)
     if num_layers_of(config) > stored.tensors:
         raise ModelError(
@@ -182,6 +186,19 @@ def check_fits_files(directory: Path, config: Any) -> None:
             f"{directory} has {implied:,} parameters by its config.json, and "
             f"{stored.numbers:,} in its files"
         )
+
+
+def _check_types(directory: Path) -> None:
+    """Raise ModelError for weights that are no floating-point numbers, and no codes either."""
+    if read_format(directory) is not None:
+        return
+    stored = stored_tensors(directory)
+    for name in stored.names():
+        kind = stored.dtype(name)
+        if name.endswith("weight") and not kind.startswith(FLOATS):
+            raise ModelError(
+                f"{directory} holds {name} in {kind}, and weights are floating-point numbers"
+            )
 
 
 def _load_part(

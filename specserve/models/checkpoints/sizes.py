@@ -31,14 +31,22 @@ SCALES = (
 """Values of rotary embeddings, by which frequencies are divided or multiplied."""
 
 
-def check_numbers(directory: Path, config: Any) -> None:
-    """Raise UnsupportedModel for numbers that no model has, and by which logits are none."""
-    sizes = [(name, getattr(config, name, None), most) for name, most in SIZES.items()]
-    if getattr(config, "use_sliding_window", True):  # the library may state 0 for none
-        sizes += [(name, getattr(config, name, None), 2**31 - 1) for name in WINDOWS]
-    for name, size, most in sizes:
+def check_sizes(
+    directory: Path, values: Mapping[str, Any], limits: Mapping[str, int] = SIZES
+) -> None:
+    """Raise UnsupportedModel for a size that no model has."""
+    for name, most in limits.items():
+        size = values.get(name)
         if size is not None and not (isinstance(size, int) and 1 <= size <= most):
             raise _refusal(directory, name, size, f"a whole number from 1 to {most}")
+
+
+def check_numbers(directory: Path, config: Any) -> None:
+    """Raise UnsupportedModel for numbers that no model has, and by which logits are none."""
+    check_sizes(directory, {name: getattr(config, name, None) for name in SIZES})
+    if getattr(config, "use_sliding_window", True):  # the library may state 0 for none
+        windows = {name: getattr(config, name, None) for name in WINDOWS}
+        check_sizes(directory, windows, dict.fromkeys(WINDOWS, 2**31 - 1))
     for name in EPSILONS:
         value = getattr(config, name, None)
         if value is not None and not (_is_finite(value) and value >= 0):

@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from specserve.checkpoint_files import find_checkpoints
+from specserve.config.tree import config_from_keys
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.library import read_config, register_attention
@@ -220,13 +222,42 @@ def test_buffers_of_older_checkpoints_are_no_error(
 def test_a_tensor_of_another_shape_is_refused(
     shard: Shard | None, llama: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=r"cannot be loaded|another shape"):
+    shapes = r"o_proj\.weight in another shape, \[64, \d+\], than config.json implies, \[64, \d+\]"
+    with pytest.raises(ModelError, match=shapes):
         load(
             copy_checkpoint(
                 llama, tmp_path, model__layers__0__self_attn__o_proj__weight=torch.ones(64, 20)
             ),
             shard=shard,
         )
+
+
+@WHOLE_OR_SHARE
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.int32, "I32"), (torch.int8, "I8"), (torch.complex64, "C64")]
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(
+    shard: Shard | None, dtype: torch.dtype, name: str, llama: Path, tmp_path: Path
+) -> None:
+    weight = torch.ones(64, 64).to(dtype)
+    directory = copy_checkpoint(llama, tmp_path, model__layers__0__self_attn__q_proj__weight=weight)
+    with pytest.raises(ModelError, match=rf"q_proj\.weight in {name}, and weights are floating"):
+        load(directory, shard=shard)
+
+
+@pytest.mark.parametrize("token", [checkpoints.VOCAB, -1])
+def test_an_end_token_outside_the_vocabulary_is_refused_before_weights_are_read(
+    token: int, llama: Path, tmp_path: Path
+) -> None:
+    directory = copy_checkpoint(llama, tmp_path)
+    (directory / "model.safetensors").write_bytes(b"")
+    stated = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(stated | {"eos_token_id": token}))
+    with pytest.raises(UnsupportedModel, match=f"eos_token_id {token} in config.json, and its voc"):
+        load(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, token]}))
+    with pytest.raises(UnsupportedModel, match=f"eos_token_id {token} in generation_config.json"):
+        load(directory)
 
 
 @WHOLE_OR_SHARE
@@ -263,6 +294,43 @@ def test_architectures_that_cannot_run_are_refused(
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"[1, 2]", "is a list, and it must be an object"),
+        (b"null", "is null, and it must be an object"),
+        (b'{"a": "\xff"}', "is no UTF-8: .* byte 0xff in position 7"),
+        (b'{"a": ', "is no JSON: .*char 6"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_named_with_the_reason(
+    name: str, content: bytes, why: str, llama: Path, tmp_path: Path
+) -> None:
+    directory = copy_checkpoint(llama, tmp_path)
+    (directory / name).write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=f": {name} {why}"):
+        find_checkpoints(config_from_keys({"target.path": str(directory), "draft.kind": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"num_attention_heads": 0}, "has num_attention_heads '0' in config.json"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float"),
+    ],
+)
+def test_a_value_that_the_library_cannot_take_is_named_with_the_reason(
+    values: dict[str, object], why: str, llama: Path, tmp_path: Path
+) -> None:
+    directory = copy_checkpoint(llama, tmp_path)
+    stated = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(stated | values))
+    with pytest.raises(UnsupportedModel, match=why):
+        find_checkpoints(config_from_keys({"target.path": str(directory), "draft.kind": "none"}))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no_such_model"}'])
