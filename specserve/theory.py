@@ -1,6 +1,6 @@
 """The papers' formulas for what speculation gains. Knows nothing of the engine.
 
-Letters: alpha = chance that a draft token is accepted, gamma = draft length,
+Letters: alpha = acceptance rate, the chance that a draft token is accepted, gamma = draft length,
 c = time of one draft pass / time of one target pass.
 Papers: 2211.17192 (speculative decoding), 2312.11462 (cascade speculative drafting).
 """
