@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from specserve.config.demo import BYTES_A_PARAMETER, format_parameters
 from specserve.config.tree import Config
 from specserve.errors import ModelError
+from specserve.models.checkpoints.cached_directory import cache_directory, cached_directory
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.checkpoints.widen import inflate
@@ -26,24 +23,21 @@ def widened_copy(
     Of several processes one writes it, while the others wait. Raises ModelError where the cache
     cannot hold it.
     """
-    cache = cache_directory()
     name = f"{checkpoint.name}-{format_parameters(parameters)}-{fingerprint(checkpoint)[:8]}"
-    copy = cache / name
-    if copy.is_dir():
-        return copy
+    cache = cache_directory()
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_space(cache, parameters * BYTES_A_PARAMETER)
-        with _lock(cache / f"{name}.lock"):
-            if not copy.is_dir():  # another process may have been faster
-                _write(checkpoint, parameters, copy, report_progress)
+        if not (cache / name).is_dir():
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_space(cache, parameters * BYTES_A_PARAMETER)
+        return cached_directory(
+            name, lambda copy: inflate(checkpoint, parameters, copy, report_progress)
+        )
     except OSError as error:
         raise ModelError(
             f"the widened copy of {checkpoint} cannot be written to {cache}: "
             f"{error.strerror or error}; set XDG_CACHE_HOME to a directory of yours with room, or "
             "demo.size to none"
         ) from error
-    return copy
 
 
 def target_checkpoint(config: Config, report_progress: ReportProgress = no_progress) -> Path:
@@ -56,34 +50,7 @@ def target_checkpoint(config: Config, report_progress: ReportProgress = no_progr
     return found if size is None else widened_copy(found, size, report_progress)
 
 
-def cache_directory() -> Path:
-    """Return the directory for files that can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specserve"
-
-
-def _write(checkpoint: Path, parameters: int, copy: Path, report_progress: ReportProgress) -> None:
-    """Write the copy under another name first, so that no reader finds half of one.
-
-    The name is always the same, so that what a killed process left is removed by the next.
-    """
-    unfinished = copy.with_name(f".unfinished-{copy.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        inflate(checkpoint, parameters, unfinished, report_progress)
-        unfinished.rename(copy)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
 def _require_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(f"it takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
