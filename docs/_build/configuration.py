@@ -95,7 +95,8 @@ MEANINGS: Mapping[str, str] = {
     "`target`, `draft`, `demo`, `adapters`, `speculation`, `cache`, `weights`, `limits`, "
     "`replicas` and `faults` ([how](../guides/deploying.md#several-models)). The last six may also "
     "stand at the top level, for all models; an entry's keys win.",
-    "target.path": "Target model: a directory or a hub name. The default is the demo pair.",
+    "target.path": "Target model: a directory, a GGUF file or a hub name. The default is the demo "
+    "pair.",
     "target.revision": "Revision of a hub name: the 40 digits of a commit, since a branch or a tag "
     "may change ([supply chain](../guides/security.md#supply-chain)).",
     "target.dtype": "`auto` is bfloat16 where the processor has it, else float32.",

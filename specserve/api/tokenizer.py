@@ -30,6 +30,8 @@ from specserve.errors import (
     first_line,
 )
 from specserve.json_files import read_object
+from specserve.models.checkpoints.gguf.files import find_gguf
+from specserve.models.checkpoints.gguf.opening import open_gguf
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
 
@@ -82,11 +84,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, revision: str | None = None) -> Tokenizer:
-        """Load from a local directory or a hub name; raise ModelError if there is no tokenizer."""
+        """Load from a local directory, a GGUF file or a hub name.
+
+        Raises ModelError if there is no tokenizer.
+        """
         # Imported here, since `hide_torch` must come before.
         from transformers import AutoTokenizer
         from transformers.utils.logging import get_verbosity, set_verbosity
 
+        if (file := find_gguf(Path(path).expanduser())) is not None:
+            path = open_gguf(file)
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)
         try:

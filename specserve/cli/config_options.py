@@ -37,12 +37,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="YAML; see docs/guides/deploying.md"
     )
     parser.add_argument(
-        "--target", metavar="M", help="a local directory or a hub name; the demo pair's by default"
+        "--target",
+        metavar="M",
+        help="a local directory, a GGUF file or a hub name; the demo pair's by default",
     )
     parser.add_argument(
         "--draft",
         metavar="M",
-        help="a local directory or a hub name, or none for plain decoding; "
+        help="a local directory, a GGUF file or a hub name, or none for plain decoding; "
         "without it a target of yours is decoded plainly",
     )
     parser.add_argument(

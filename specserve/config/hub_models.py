@@ -15,8 +15,8 @@ from specserve.config.tree import Config
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CHECKPOINT_REMEDY = (
-    "give a directory with config.json and safetensors files, or a hub name such as owner/model "
-    "(HF_TOKEN opens those that are gated)"
+    "give a directory with config.json and safetensors files, a GGUF file, or a hub name such as "
+    "owner/model (HF_TOKEN opens those that are gated)"
 )
 
 

@@ -44,7 +44,7 @@ class LLM:
         draft: str | os.PathLike[str] | None = None,
         **overrides: object,
     ) -> None:
-        """Open local directories or hub names; without any, the demo pair.
+        """Open local directories, GGUF files or hub names; without any, the demo pair.
 
         `overrides` are keys of the config tree, dotted or nested.
         """

@@ -27,6 +27,7 @@ from specserve.tools.doctor import cluster, command, machine, models, ports, roo
 from specserve.tools.doctor.findings import Finding, Grade, guarded, ok
 from specserve.tools.doctor.report import DoctorReport
 from specserve.tools.doctor.room import MemoryNeed
+from tests.support import gguf_files
 from tests.support.card import emulated_cards
 from tests.support.checkpoints import add_tokenizer, make
 
@@ -264,6 +265,21 @@ def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(targ
         "not on this machine yet"
         in only(models.weights("target", target, local=False), Grade.WARN).found
     )
+
+
+def test_a_gguf_file_is_examined_without_reading_its_weights(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = gguf_files.write(target, tmp_path / "tiny.gguf", kind="Q4_1")
+    keys = {"target.path": str(file), "draft.path": str(file)}
+    findings = list(models.pair(config_from_keys(keys)))
+    assert Grade.BAD not in {finding.grade for finding in findings}
+    (weights,) = [finding for finding in findings if finding.subject == "target, weights"]
+    assert weights.found == "21 tensors in 1 files, 0 MiB"
+    file.write_bytes(file.read_bytes()[:-100])
+    bad = only(guarded("models", lambda: models.pair(config_from_keys(keys))))
+    assert f"{file} cannot be read as GGUF; it is damaged or cut short" in bad.found
 
 
 def test_tokenizers_that_differ_are_found_by_their_ids(target: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from specserve.config.hub_models import CHECKPOINT_REMEDY, is_hub_name
 from specserve.errors import ModelNotFound, first_line
 from specserve.models.checkpoints.architecture import Architecture, architecture
+from specserve.models.checkpoints.gguf.files import find_gguf
+from specserve.models.checkpoints.gguf.opening import open_gguf
 from specserve.models.checkpoints.library import (
     empty_module,
     library_errors,
@@ -44,9 +46,9 @@ def find_checkpoint(
 ) -> Path:
     """Return the directory of a checkpoint with weights.
 
-    `model` is a local path, or else a hub name, which is downloaded unless it lies in the hub's
-    cache. `key` names the model in error messages. Raises ModelNotFound, or ModelError without
-    weights.
+    `model` is a local path, of a GGUF file too, or else a hub name, which is downloaded unless it
+    lies in the hub's cache. `key` names the model in error messages. Raises ModelNotFound, or
+    ModelError without weights.
     """
     path = find_config(model, revision=revision, patterns=CHECKPOINT_FILES, key=key)
     weight_files(path)
@@ -62,11 +64,14 @@ def find_config(
 ) -> Path:
     """Return the directory of a checkpoint of which only the config is needed.
 
-    Of a hub name only the files that match `patterns` are fetched. Raises ModelNotFound.
+    Of a hub name only the files that match `patterns` are fetched. Raises ModelNotFound, or
+    ModelError for a GGUF file that cannot be opened.
     """
     path = Path(model).expanduser()
     if not path.exists():
         path = _download(str(model), revision, patterns, key)
+    if (file := find_gguf(path)) is not None:
+        return open_gguf(file)
     if not path.is_dir():
         raise ModelNotFound(f"{key} {model} is a file; {CHECKPOINT_REMEDY}")
     if not (path / "config.json").is_file():

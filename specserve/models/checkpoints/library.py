@@ -22,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
+    PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -121,6 +122,23 @@ def read_config(directory: Path) -> Any:
             config.allow_global_per_layer_attribute_access = True
         check_numbers(directory, config)
         return config
+
+
+@quiet_library()
+def make_config(model_type: str, keys: Mapping[str, Any]) -> Any:
+    """Return the library's config of a decoder with these keys. Raises UnsupportedModel."""
+    config = AutoConfig.for_model(model_type, **keys)
+    check_decoder(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    return config
+
+
+@quiet_library()
+def save_gguf_tokenizer(file: Path) -> None:
+    """Write a GGUF file's tokenizer beside it, in the files of transformers."""
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+        file.parent, gguf_file=file.name, local_files_only=True
+    )
+    tokenizer.save_pretrained(file.parent)
 
 
 def _decoder_config(config: Any) -> Any:

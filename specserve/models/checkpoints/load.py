@@ -17,6 +17,7 @@ from specserve.models.checkpoints.decoders import (
     PADDED,
 )
 from specserve.models.checkpoints.fill import fill, fill_shapes
+from specserve.models.checkpoints.gguf.files import INDEX
 from specserve.models.checkpoints.held_bytes import (
     check_can_round,
     kept_float8_weights,
@@ -164,7 +165,8 @@ def _report_text_part(directory: Path) -> None:
 
 def _differs_from_library(directory: Path) -> bool:
     """Return whether a checkpoint's tensors differ from the tensors of the library's module."""
-    return read_format(directory) is not None or is_multimodal(directory)
+    is_gguf = (directory / INDEX).is_file()
+    return is_gguf or read_format(directory) is not None or is_multimodal(directory)
 
 
 def check_fits_files(directory: Path, config: Any) -> None:

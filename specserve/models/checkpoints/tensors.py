@@ -1,4 +1,4 @@
-"""Find and read the tensors of a checkpoint's safetensors files by name. Knows no models."""
+"""Find and read the tensors of a checkpoint's files by name. Knows no models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ModelError
+from specserve.models.checkpoints.gguf.files import SUFFIX
+from specserve.models.checkpoints.gguf.tensors import GgufFile
 
 RENAMES = (
     # Of GraniteMoe.
@@ -78,7 +80,9 @@ class StoredTensors:
 
 
 def open_file(path: Path) -> Any:
-    """Open a safetensors file. Raises ModelError."""
+    """Open a safetensors file, or what has its methods. Raises ModelError."""
+    if path.suffix == SUFFIX:
+        return GgufFile(path)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Read tensors of a safetensors checkpoint, in parts, by the names that the library's modules use.
+"""Read tensors of a checkpoint, in parts, by the names that the library's modules use.
 
 Knows no ranks.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError
+from specserve.models.checkpoints.gguf.files import INDEX, WEIGHTS
 from specserve.models.checkpoints.quantized.float8 import StoredFloat8
 from specserve.models.checkpoints.quantized.formats import (
     num_numbers,
@@ -199,13 +200,15 @@ class Weights:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: one, or those that its index names.
+    """Return the files of a checkpoint: one, or those that its index names.
 
     Raises ModelError if it has none.
     """
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]
+    if (directory / INDEX).is_file():
+        return [directory / WEIGHTS]
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

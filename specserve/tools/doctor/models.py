@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.features import part
@@ -18,7 +16,9 @@ from specserve.config.hub_models import unpinned_models
 from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
 from specserve.config.tree import Config
+from specserve.errors import ModelError
 from specserve.models.checkpoints.find import describe, find_config
+from specserve.models.checkpoints.tensors import open_file
 from specserve.models.checkpoints.weights import weight_files
 from specserve.models.model import ModelOptions
 from specserve.models.reproducibility import ON_GPU, expected_reason
@@ -92,14 +92,9 @@ def _tensors(subject: str, path: Path, files: Sequence[Path]) -> Iterator[Findin
     stored: dict[str, Path] = {}
     for file in files:
         try:
-            with safe_open(file, framework="np") as opened:
-                stored.update(dict.fromkeys(opened.keys(), file))
-        except (OSError, SafetensorError) as error:
-            yield bad(
-                subject,
-                f"{file.name} cannot be read: {error}",
-                "it is broken or cut off: fetch it again",
-            )
+            stored.update(dict.fromkeys(open_file(file).keys(), file))
+        except ModelError as error:
+            yield bad(subject, str(error), "it is broken or cut off: fetch it again")
             return
     lost = sorted(name for name, file in _indexed(path).items() if stored.get(name) != path / file)
     if lost:

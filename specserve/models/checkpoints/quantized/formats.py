@@ -14,6 +14,7 @@ from specserve.errors import UnsupportedModel
 from specserve.models.checkpoints.quantized.blocks import Format
 from specserve.models.checkpoints.quantized.float8 import Float8Format
 from specserve.models.checkpoints.quantized.floats import Bitsandbytes, Mxfp4
+from specserve.models.checkpoints.quantized.ggml import Ggml
 from specserve.models.checkpoints.quantized.integers import Awq, Gptq
 from specserve.models.checkpoints.quantized.scaled import CompressedTensors, Scaled
 from specserve.models.checkpoints.tensors import StoredTensors
@@ -27,6 +28,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": Awq.from_config,
     "bitsandbytes": Bitsandbytes.from_config,
     "mxfp4": Mxfp4.from_config,
+    "gguf": Ggml.from_config,
 }
 """By the name that a checkpoint's quantization_config has as quant_method."""
 

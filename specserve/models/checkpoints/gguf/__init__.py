@@ -1,0 +1,1 @@
+"""GGUF files: opened as ordinary checkpoints whose weights stay where they are."""
