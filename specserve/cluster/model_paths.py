@@ -32,6 +32,7 @@ from specserve.config.hub_models import is_hub_name
 from specserve.config.kinds import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.errors import ModelNotFound, first_line
+from specserve.models.checkpoints.gguf.files import find_gguf
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,11 @@ def path_trouble(path: str, *, is_checkpoint: bool) -> str | None:
     found = Path(path).expanduser()
     if not found.exists():
         return "does not exist"
-    if is_checkpoint and not found.is_dir():
+    if not is_checkpoint or find_gguf(found) is not None:
+        return None
+    if not found.is_dir():
         return "is a file"
-    if is_checkpoint and not (found / "config.json").is_file():
+    if not (found / "config.json").is_file():
         return "has no config.json"
     return None
 

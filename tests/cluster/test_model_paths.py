@@ -62,6 +62,12 @@ def test_a_checkpoint_is_a_directory_with_a_config(tmp_path: Path) -> None:
     assert path_trouble(str(DEMO / "target"), is_checkpoint=True) is None
 
 
+def test_a_gguf_file_is_a_checkpoint_and_so_is_a_directory_with_one(tmp_path: Path) -> None:
+    (file := tmp_path / "tiny.gguf").touch()
+    assert path_trouble(str(file), is_checkpoint=True) is None
+    assert path_trouble(str(tmp_path), is_checkpoint=True) is None
+
+
 def test_a_misspelt_key_is_an_error_that_serve_shows_in_one_line() -> None:
     with pytest.raises(RayServeException) as refused:
         build({"limits.max_runing": 8})

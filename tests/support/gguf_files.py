@@ -135,3 +135,28 @@ def _add(writer: Any, name: str, numbers: NDArray[np.float32], kind: str) -> Non
         writer.add_tensor(name, numbers)
     else:
         writer.add_tensor(name, gguf.quantize(numbers, number), raw_dtype=number)
+
+
+WORDS = "▁ ▁the ▁cat th the he t h e c a ca cat ▁t ▁th ▁c ▁ca".split()
+
+
+def write_pieces(file: Path, architecture: str) -> Path:
+    """Write a file without layers whose vocabulary is of SentencePiece: bytes, and a few words."""
+    kinds = gguf.TokenType
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(
+        ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    )
+    writer.add_token_scores([0.0] * 259 + [-float(rank) for rank in range(len(WORDS))])
+    special = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL]
+    writer.add_token_types([*special, *256 * [kinds.BYTE], *len(WORDS) * [kinds.NORMAL]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

@@ -17,6 +17,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.errors import ModelError, SpecserveError, TokenizerMismatch
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.find import describe, find_checkpoint
+from specserve.models.checkpoints.library import save_gguf_tokenizer
 from specserve.sampling_params import Sampling
 from tests.support import checkpoints, gguf_files
 
@@ -55,6 +56,23 @@ def test_the_tokenizer_and_its_template_are_those_that_transformers_converts(
     assert found.encode("ab") != found.encode("ba")[::-1], "the merge is lost"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "first", "second"),
+    [
+        ("llama", ["\u2581the", "\u2581cat"], ["\u2581cat"]),
+        ("gemma3", ["the", "\u2581cat"], ["\u2581cat"]),
+        ("phi3", ["\u2581the", "\u2581cat"], ["\u2581", "\u2581cat"]),
+    ],
+)
+def test_a_vocabulary_of_pieces_treats_spaces_as_its_architecture_does(
+    architecture: str, first: list[str], second: list[str], tmp_path: Path
+) -> None:
+    save_gguf_tokenizer(gguf_files.write_pieces(tmp_path / "pieces", architecture))
+    found = Tokenizer.load(tmp_path)
+    for text, pieces in (("the cat", first), (" cat", second)):
+        assert [found.token_name(token) for token in found.encode(text)] == ["<s>", *pieces]
+
+
 def test_a_directory_with_one_file_and_a_file_without_suffix_are_opened(
     file: Path, tmp_path: Path
 ) -> None:
@@ -72,7 +90,7 @@ def test_a_file_that_changes_is_converted_again_and_its_weights_are_never_copied
     assert (found / "weights.gguf").readlink() == file
     own = sum(path.stat().st_size for path in found.iterdir() if not path.is_symlink())
     assert own < 60_000 < file.stat().st_size
-    gguf_files.write(original, file, metadata={"context_length": 512})
+    gguf_files.write(original, file, kind="Q8_0", metadata={"context_length": 512})
     assert describe(find_checkpoint(file)).spec.max_context == 512
 
 
