@@ -25,6 +25,8 @@ from specserve.config.hub_models import CHECKPOINT_REMEDY
 from specserve.config.tree import Config
 from specserve.errors import AdapterError, ModelNotFound, TooLittleMemory, Unavailable
 from specserve.host_memory import available_memory
+from specserve.models.checkpoints.gguf.files import find_gguf
+from specserve.models.checkpoints.gguf.opening import open_gguf
 from specserve.models.plans import require_even_heads
 
 MIN_RAY_BYTES = 64 * 2**20
@@ -90,6 +92,8 @@ def require_possible_here(config: Config) -> None:
                 raise ModelNotFound(
                     f"{model.key} {model.path} {trouble}; {remedy}", param=model.key
                 )
+            if model.is_checkpoint:
+                _local_directory(model.path)  # raises for a GGUF file that cannot be opened
         for name, path in part.adapters.paths.items():
             _require_adapter(name, path)
         described = _described(part.target.path)
@@ -122,10 +126,17 @@ def _has_labels(config: Config) -> bool:
     )
 
 
+def _local_directory(path: str) -> Path:
+    """Return the directory of a local checkpoint, or the one that a GGUF file is opened as."""
+    directory = Path(path).expanduser()
+    file = find_gguf(directory)
+    return directory if file is None else open_gguf(file)
+
+
 def _described(path: str) -> Mapping[str, object]:
     """Return the text model's part of config.json; nothing if it cannot be read here."""
     try:
-        found = json.loads((Path(path).expanduser() / "config.json").read_bytes())
+        found = json.loads((_local_directory(path) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     text = found.get("text_config", found) if isinstance(found, dict) else {}

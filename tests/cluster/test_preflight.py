@@ -19,6 +19,7 @@ from specserve.cluster.preflight import (
 )
 from specserve.config.tree import config_from_keys
 from specserve.errors import SpecserveError, Unavailable
+from tests.support import checkpoints, gguf_files
 
 
 @pytest.fixture
@@ -50,6 +51,22 @@ def test_what_cannot_be_served_is_refused_by_its_key(
     with pytest.raises(SpecserveError) as refused:
         require_possible_here(config_from_keys(keys))
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_gguf_files_are_refused_by_what_their_headers_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    original = checkpoints.make("llama", tmp_path / "original")
+    file = gguf_files.write(original, tmp_path / "tiny.gguf")
+    keys = {"target.path": str(file), "target.tensor_parallel": 3}
+    with pytest.raises(SpecserveError, match="^4 attention heads cannot be shared evenly by 3"):
+        require_possible_here(config_from_keys(keys))
+    (cut := tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-100])
+    for keys in ({"target.path": str(cut)}, {"target.path": str(file), "draft.path": str(cut)}):
+        with pytest.raises(SpecserveError, match=f"^{cut} cannot be read as GGUF"):
+            require_possible_here(config_from_keys(keys))
 
 
 @pytest.mark.usefixtures("no_gpus")
