@@ -60,7 +60,7 @@ def test_gguf_files_are_refused_by_what_their_headers_say(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     original = checkpoints.make("llama", tmp_path / "original")
     file = gguf_files.write(original, tmp_path / "tiny.gguf")
-    keys = {"target.path": str(file), "target.tensor_parallel": 3}
+    keys: Mapping[str, object] = {"target.path": str(file), "target.tensor_parallel": 3}
     with pytest.raises(SpecserveError, match=r"^4 attention heads cannot be shared evenly by 3"):
         require_possible_here(config_from_keys(keys))
     (cut := tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-100])
