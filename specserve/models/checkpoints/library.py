@@ -136,7 +136,7 @@ def make_config(model_type: str, keys: Mapping[str, Any]) -> Any:
 def save_gguf_tokenizer(file: Path) -> None:
     """Write a GGUF file's tokenizer beside it, in the files of transformers."""
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
-        file.parent, gguf_file=file.name, local_files_only=True
+        file.parent, gguf_file=file.name, local_files_only=True, trust_remote_code=False
     )
     tokenizer.save_pretrained(file.parent)
 
