@@ -27,7 +27,9 @@ from tests.support.continuations import (
     Case,
     Group,
     Pairs,
+    control,
     coupled_texts,
+    is_flagged,
     sample,
 )
 from tests.support.exact_distribution import Floats, agreement, overlap
@@ -73,9 +75,19 @@ def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -
     assert pairs.engines[case.drafter].target.runner.cache.prefix_hits > 0
     assert result.drafted > result.accepted > 0 or case.drafter == "none"
     assert proof.fit.dof > 30
-    assert proof.fit.p_value > 1e-3
+    assert not is_flagged(pairs, result)
     if result.acceptance is not None:
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.gamma != 0],
+    ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}",
+)
+def test_a_verifier_that_accepts_too_much_is_flagged(pairs: Pairs, case: Case) -> None:
+    result = control(pairs, case, CASES.index(case), samples=SAMPLES // 2)
+    assert is_flagged(pairs, result)
 
 
 @pytest.mark.parametrize("verifier", ["speculative", "coupled"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,11 @@ PROMPTS = (  # the pages that admission reserves just suffice at first
 )
 DIRECTION = 1.2
 """Lenience of the alternative whose direction the score test looks in."""
+LEAST_P = 1e-3
+"""A p-value below it flags the samples of a case."""
+CONTROL_SEED = 1 << 50
+CONTROL_LENIENCE = 2.0
+"""Lenience of a verifier that each sampled case must tell from its own."""
 TAIL = 2
 """Tokens generated beyond those counted and gamma.
 
@@ -282,17 +287,27 @@ class Pairs:
         return fit
 
     def score_test(self, *results: Result) -> ScoreTest:
-        """Test for a deviation from p in the direction of a lenient verifier: towards q.
-
-        Only continuations at temperature 1 count.
-        """
+        """Test for a deviation from p in the direction of a lenient verifier: towards q."""
         test = ScoreTest()
         for result in results:
             for group, counts in result.counts.items():
-                if group.warp == PLAIN:
+                if group.warp.temperature:
                     score = self.score(group, result.case.drafter)
                     test.add(counts, self.joint(group), score)
         return test
+
+
+def is_flagged(pairs: Pairs, result: Result) -> bool:
+    """Return whether either test rejects that the samples are the target's."""
+    return min(pairs.fit(result).p_value, pairs.score_test(result).p_value) < LEAST_P
+
+
+def control(
+    pairs: Pairs, case: Case, number: int, *, samples: int, lenience: float = CONTROL_LENIENCE
+) -> Result:
+    """Sample a case whose verifier accepts too much, with seeds of its own."""
+    lossy = replace(case, verifier="lenient", lenience=lenience)
+    return sample(pairs, lossy, samples=samples, first_seed=CONTROL_SEED + (number << 32))
 
 
 def rewrite_checkpoint(
