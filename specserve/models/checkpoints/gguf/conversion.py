@@ -24,7 +24,7 @@ from specserve.models.checkpoints.sizes import check_numbers
 
 SPLITS = (
     *("default", "gpt-2", "smollm", "starcoder", "refact"),
-    *("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"),
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "pixtral"),
     *("qwen2", "deepseek-r1-qwen", "tekken", "gpt-4o"),
 )
 """Rules by which a byte-level vocabulary splits texts before its merges, as far as transformers
