@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -22,6 +23,9 @@ from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.models.checkpoints.store import remove_unused_weights
 from specserve.progress import ProgressBar
+
+END_WITHIN_S = 10.0
+"""Time to stop in order, which takes 4 s, since calls of a Ray that has ended wait for it."""
 
 
 def serve_until_ended(
@@ -61,8 +65,10 @@ def serve_until_ended(
                 )
             )
         ended = _show_status(config, url, say, console, guard)
-        if ended is not None and guard is not None:
-            _end_without_ray(guard, ended)
+        if guard is not None:
+            if ended is not None:
+                _end_without_ray(guard, ended)
+            _limit_end(guard)
         say("stopping")
 
 
@@ -154,6 +160,18 @@ def _show_status(
             hints=(" \\\n  ".join(command), "Ctrl-C ends it"),
         )
     return None
+
+
+def _limit_end(guard: RayGuard) -> None:
+    """End this process and Ray after END_WITHIN_S if they have not stopped in order by then."""
+
+    def end() -> None:
+        guard.close()
+        quick_exit(0)
+
+    timer = threading.Timer(END_WITHIN_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _end_without_ray(guard: RayGuard, ended: str) -> NoReturn:

@@ -135,18 +135,27 @@ def delete_application(name: str, *, clock: Callable[[], float] = time.monotonic
 
     serve.delete(name, _blocking=False)
     until = clock() + LAST_ANSWERS_S
-    while _exists(name) and clock() < until:
+    while (left_s := until - clock()) > 0 and _exists(name, timeout_s=left_s):
         time.sleep(POLL_S)
 
 
-def _exists(name: str) -> bool:
-    from ray import serve
-    from ray.exceptions import RayError
+def _exists(name: str, *, timeout_s: float) -> bool:
+    """Return whether Serve has the application, or does not say so in time.
 
+    `serve.status` would wait without end for a controller that Ray cannot restart.
+    """
+    import ray
+    from ray.exceptions import RayError
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return False
     try:
-        return name in serve.status().applications
+        details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=timeout_s)
     except RayError:  # the controller is away for a moment, and goes on with it afterwards
         return True
+    return name in details["applications"]
 
 
 def wait_for_proxies() -> None:

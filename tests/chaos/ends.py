@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-from tests.support.processes import name_of, own_processes
+from tests.support.processes import command_of, name_of, own_processes
 from tests.support.ray_server import free_port
 
 KEYS = ("demo.size=none", "target.threads=1", "draft.threads=1")
@@ -53,12 +53,42 @@ def _terminate_twice(server: Server) -> None:
 
 
 def _kill(name: str) -> Callable[[Server], None]:
+    """Return a function that kills the processes of a name, or with a title of Ray's."""
+
     def kill(server: Server) -> None:
-        next(one for one in own_processes(server.pid) if name_of(one) == name).kill()
+        found = []
+        for one in own_processes(server.pid):
+            title = command_of(one).rstrip()
+            role = title.rpartition(":")[2].partition(".")[0]
+            if name in (name_of(one), role) or title.startswith(name):
+                found.append(one)
+        assert found, f"{name} does not run"
+        for one in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
     return kill
 
 
+def _kill_and_terminate(name: str) -> Callable[[Server], None]:
+    def end(server: Server) -> None:
+        _kill(name)(server)
+        server.terminate()
+
+    return end
+
+
+KILLED = {
+    "Serve's controller": "ServeController",
+    "Serve's proxy": "ProxyActor",
+    "HAProxy": "haproxy",
+    "the gateway": "Gateway",
+    "the engine": "Engine",
+    "the target's worker": "TargetWorker",
+    "Ray's raylet": "raylet",
+    "Ray's gcs_server": "gcs_server",
+    "every `ray::` process": "ray::",
+}
 WAYS: Mapping[str, Callable[[Server], None]] = {
     "Ctrl-C": _interrupt,
     "SIGTERM": subprocess.Popen.terminate,
@@ -67,6 +97,10 @@ WAYS: Mapping[str, Callable[[Server], None]] = {
     "kill -9": subprocess.Popen.kill,
     "kill -9 of Ray's raylet": _kill("raylet"),
     "kill -9 of Ray's gcs_server": _kill("gcs_server"),
+    **{
+        f"kill -9 of {what}, then SIGTERM": _kill_and_terminate(name)
+        for what, name in KILLED.items()
+    },
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from specserve.cluster.serve_instance import (
     LAST_ANSWERS_S,
@@ -81,11 +83,16 @@ def test_the_address_is_that_of_serve() -> None:
 
 @pytest.mark.parametrize(
     ("states", "seconds"),
-    [([True, True, False], 0.2), ([True], LAST_ANSWERS_S), ([None, False], 0.1)],
-    ids=["it goes", "it waits for requests", "a lost controller"],
+    [
+        ([True, True, False], 0.2),
+        ([True], LAST_ANSWERS_S),
+        ([RayError("it died"), False], 0.1),
+        ([GetTimeoutError("it does not come back")], LAST_ANSWERS_S),
+    ],
+    ids=["it goes", "it waits for requests", "a lost controller", "a controller that stays away"],
 )
 def test_an_application_is_waited_for_only_for_its_last_answers(
-    monkeypatch: pytest.MonkeyPatch, states: list[bool | None], seconds: float
+    monkeypatch: pytest.MonkeyPatch, states: list[bool | RayError], seconds: float
 ) -> None:
     now, deleted = 0.0, list[str]()
 
@@ -93,13 +100,17 @@ def test_an_application_is_waited_for_only_for_its_last_answers(
         nonlocal now
         now += seconds
 
-    def status() -> SimpleNamespace:
+    def get(reference: object, *, timeout: float) -> dict[str, Any]:
         state = states.pop(0) if len(states) > 1 else states[0]
-        if state is None:
-            raise RayError("the controller died")
-        return SimpleNamespace(applications={"it": SimpleNamespace()} if state else {})
+        if isinstance(state, GetTimeoutError):
+            sleep(timeout)
+        if isinstance(state, RayError):
+            raise state
+        return {"applications": {"it": {}} if state else {}}
 
-    monkeypatch.setattr(serve, "status", status)
+    client = SimpleNamespace(_controller=MagicMock())
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda **_: client)
+    monkeypatch.setattr("ray.get", get)
     monkeypatch.setattr(serve, "delete", lambda name, _blocking: deleted.append(name))
     monkeypatch.setattr("time.sleep", sleep)
     delete_application("it", clock=lambda: now)

@@ -20,7 +20,7 @@ from rich.console import Console
 from specserve.cli import serve as serve_command
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, Unavailable
-from tests.support.processes import name_of, own_processes
+from tests.support.processes import command_of, name_of, own_processes
 from tests.support.ray_server import free_port
 
 PATIENCE_S = 300.0  # on two otherwise idle cores it takes some 25 s
@@ -129,6 +129,32 @@ def test_a_server_of_which_a_part_is_killed_ends_and_leaves_nothing(killed: str)
             assert "Ray's raylet has ended, and the server with it" in errors
         else:
             process.kill()
+        _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
+        assert alive == []
+        require_free(port)
+        assert own_files() <= before
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("killed", ["ray::", "gcs_server"])
+def test_ctrl_c_ends_a_server_whose_ray_has_just_been_killed(killed: str) -> None:
+    """Kill Serve's processes with Ray's agents, and Ray's server, which calls of Ray wait for."""
+    port, before = free_port(), own_files()
+    process = serve("--port", str(port), "--set", "replicas.min=0")
+    try:
+        lines_until(process, "curl ")
+        started = own_processes(process.pid)
+        process.send_signal(signal.SIGSTOP)  # or it might see first that Ray has ended
+        for one in started:
+            if command_of(one).startswith(killed) or name_of(one) == killed:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, "Traceback" in errors) == (0, False)
         _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
         assert alive == []
         require_free(port)
