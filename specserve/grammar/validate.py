@@ -16,7 +16,7 @@ from specserve.errors import BadValue, first_line
 from specserve.types import GRAMMARS, Grammar
 
 MAX_BYTES = {"json_schema": 256 * 1024, "regex": 64 * 1024, "lark": 64 * 1024}
-MAX_CHECK_S = 0.3
+MAX_CHECK_S = 0.5
 """Processor seconds of a check, which compiles a grammar and computes the mask of a first byte."""
 SPACES = r" |\n[ \t]{0,40}"
 """Whitespace between the parts of JSON. Unbounded, a text could consist of spaces for ever."""
