@@ -45,7 +45,7 @@ def serve_until_ended(
     nothing stands in the way.
     """
     _check_first(config, say, join=join)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as limit, contextlib.ExitStack() as stack:
         require_checkpoints = stack.enter_context(checkpoint_check(config))
         stack.callback(remove_unused_weights)
         with _start_progress(say, console) as report:
@@ -68,7 +68,7 @@ def serve_until_ended(
         if guard is not None:
             if ended is not None:
                 _end_without_ray(guard, ended)
-            _limit_end(guard)
+            limit.enter_context(_limited_end(guard))
         say("stopping")
 
 
@@ -162,16 +162,20 @@ def _show_status(
     return None
 
 
-def _limit_end(guard: RayGuard) -> None:
-    """End this process and Ray after END_WITHIN_S if they have not stopped in order by then."""
+@contextlib.contextmanager
+def _limited_end(guard: RayGuard) -> Iterator[None]:
+    """End this process and its Ray if the context takes longer than END_WITHIN_S."""
 
     def end() -> None:
         guard.close()
         quick_exit(0)
 
     timer = threading.Timer(END_WITHIN_S, end)
-    timer.daemon = True
     timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end_without_ray(guard: RayGuard, ended: str) -> NoReturn:
