@@ -95,10 +95,10 @@ def rank_next_tokens(sequences: Sequence[Sequence[PositionLogits]], width: int) 
         log_sum = logits.logsumexp(-1, keepdim=True)
         of_draft = logits.gather(1, of_draft)
         top, ids = logits.topk(kept, dim=-1)
-    # A broken draft's logits are not finite: nothing is likely then.
-    probabilities = torch.cat([of_draft, top], dim=1).sub_(log_sum).exp_().nan_to_num_(0.0)
+    probabilities = torch.cat([of_draft, top], dim=1).sub_(log_sum).exp_()
     tokens, host_probs = to_host(ids, probabilities)
-    probs = host_probs.astype(np.float64)
+    # A broken draft's logits are not finite: nothing is likely then.
+    probs = np.nan_to_num(host_probs.astype(np.float64), nan=0.0, posinf=0.0)
     return _of_sequences(
         _without_drafts(
             tokens,
