@@ -18,7 +18,7 @@ COMMAND_LINE = Path("/proc/1/cmdline")
 TIMEOUT_S = 8.0
 """More than the 5 s after which `/ready` gives up on an engine."""
 NEEDS_KEY = 401
-"""A gateway answers that, and nobody here has a key."""
+"""A gateway answers that, and the check has no key."""
 
 
 def main(command_line: Path = COMMAND_LINE) -> None:

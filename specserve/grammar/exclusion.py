@@ -9,8 +9,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-MAX_COMPARISONS = 12_000
-"""Pairs of schemas that are compared in one schema: 0.2 s of work, and unions of 100 branches."""
+MAX_STEPS = 150_000
+"""Steps of one schema's comparisons, of about a microsecond each; 100 branches take 60,000."""
 MAX_LEVELS = 16
 """Levels of members and branches that are compared."""
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
@@ -21,7 +21,7 @@ class Exclusion:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._comparisons = self._level = 0
+        self._steps = self._level = 0
 
     def holds_among(self, branches: list[Any]) -> bool:
         """Return True if each branch excludes all others."""
@@ -33,8 +33,7 @@ class Exclusion:
 
     def excludes(self, one: Any, other: Any) -> bool:
         """Return True if no value satisfies both."""
-        self._comparisons += 1
-        if self._comparisons > MAX_COMPARISONS or self._level == MAX_LEVELS:
+        if self._level == MAX_LEVELS:
             return False
         self._level += 1
         try:
@@ -44,28 +43,31 @@ class Exclusion:
 
     def _excludes(self, one: Any, other: Any) -> bool:
         mine, theirs = [*self._parts(one)], [*self._parts(other)]
-        if any(self._splits(part, other) for part in mine):
-            return True
-        if any(self._splits(part, one) for part in theirs):
+        self._steps += len(mine) * _size(theirs) + len(theirs) * _size(mine)
+        if self._steps > MAX_STEPS:
+            return False
+        if self._splits(mine, other) or self._splits(theirs, one):
             return True
         return all(
             any(_RULES[kind](a, b) for a in mine for b in theirs)
             or (kind == "array" and self._items_exclude(mine, theirs))
             or (kind == "object" and self._members_exclude(mine, theirs))
-            for kind in self._types(one) & self._types(other)
+            for kind in _types(mine) & _types(theirs)
         )
 
-    def _splits(self, part: Schema, other: Any) -> bool:
-        """Return True if each of a part's own branches excludes the other schema."""
+    def _splits(self, parts: list[Schema], other: Any) -> bool:
+        """Return True if each branch of one of the parts excludes the other schema."""
         return any(
             isinstance(part.get(key), list) and all(self.excludes(one, other) for one in part[key])
+            for part in parts
             for key in ("anyOf", "oneOf")
         )
 
     def _parts(self, schema: Any) -> Iterator[Schema]:
         """Yield the schemas that all must hold: the given one, and what it refers to."""
         waiting, seen = [schema], set[int]()
-        while waiting:
+        while waiting and self._steps <= MAX_STEPS:
+            self._steps += 1
             one = waiting.pop()
             if one is False:
                 yield {"enum": []}
@@ -86,17 +88,6 @@ class Exclusion:
             found = found.get(name) if isinstance(found, Mapping) else None
         return True if found is None else found
 
-    def _types(self, schema: Any) -> frozenset[str]:
-        """Return the types that values of a schema may have; integers are numbers."""
-        types = _TYPES
-        for part in self._parts(schema):
-            if isinstance(given := part.get("type"), (str, list)):
-                names = [given] if isinstance(given, str) else given
-                types &= {"number" if name == "integer" else str(name) for name in names}
-            if (values := _values(part)) is not None:
-                types &= {_type_of(value) for value in values}
-        return types
-
     def _items_exclude(self, mine: list[Schema], theirs: list[Schema]) -> bool:
         """Return True if an item that both must have cannot satisfy both."""
         least = max(_least(mine, "minItems"), _least(theirs, "minItems"))
@@ -116,14 +107,35 @@ class Exclusion:
             return True
         if any(_forbids(part, name) for part in mine for name in required[1]):
             return True
+        either = required[0] | required[1]
         return any(
             self.excludes(a["properties"][name], b["properties"][name])
-            for name in sorted(required[0] | required[1])
             for a in mine
-            if name in _map(a, "properties")
             for b in theirs
-            if name in _map(b, "properties")
+            for name in _map(a, "properties")
+            if name in either and name in _map(b, "properties")
         )
+
+
+def _size(parts: list[Schema]) -> int:
+    """Return how many things the parts list, and the parts themselves."""
+    lists = ("enum", "required", "prefixItems")
+    return sum(
+        1 + len(_map(part, "properties")) + sum(len(_list(part, name)) for name in lists)
+        for part in parts
+    )
+
+
+def _types(parts: list[Schema]) -> frozenset[str]:
+    """Return the types that values of all parts may have; integers are numbers."""
+    types = _TYPES
+    for part in parts:
+        if isinstance(given := part.get("type"), (str, list)):
+            names = [given] if isinstance(given, str) else given
+            types &= {"number" if name == "integer" else str(name) for name in names}
+        if (values := _values(part)) is not None:
+            types &= {_type_of(value) for value in values}
+    return types
 
 
 def _pairs(one: Schema, other: Schema, most: int) -> list[tuple[Any, Any]]:

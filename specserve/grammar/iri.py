@@ -1,4 +1,4 @@
-"""The pattern of an absolute or relative-path IRI with a scheme, by the grammar of RFC 3987."""
+"""The pattern of IRIs, by the grammar of RFC 3987. Knows no schema."""
 
 from __future__ import annotations
 

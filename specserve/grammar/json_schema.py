@@ -36,7 +36,7 @@ def library_schema(schema: Schema, param: str) -> Schema:
             f"{MAX_MEMBERS} are the most",
             param=param,
         )
-    if _refers_to_moved(schema):
+    if _refers_to_moved(schema) or any(map(_has_base, schema.values())):
         return schema
     rewritten: Schema = _rewritten(schema, Exclusion(schema))
     return rewritten
@@ -57,6 +57,13 @@ def _refers_to_moved(schema: object) -> bool:
             return True
         return any(map(_refers_to_moved, schema.values()))
     return isinstance(schema, (list, tuple)) and any(map(_refers_to_moved, schema))
+
+
+def _has_base(schema: object) -> bool:
+    """Return True if references in a part of the schema are relative to that part."""
+    if isinstance(schema, Mapping):
+        return isinstance(schema.get("$id"), str) or any(map(_has_base, schema.values()))
+    return isinstance(schema, (list, tuple)) and any(map(_has_base, schema))
 
 
 def _rewritten(schema: Any, exclusion: Exclusion) -> Any:

@@ -19,7 +19,7 @@ APART = (
     *("unshare", "--user", "--map-root-user", "--net"),
     *("--pid", "--fork", "--kill-child", "--mount-proc"),
 )
-"""Ports and processes that nobody else has, so that `ray stop` finds those of the block alone."""
+"""Ports and processes of its own, so that `ray stop` finds the block's alone."""
 PREPARE = """set -e
 mount -t tmpfs tmpfs /tmp && mkdir /tmp/home && export HOME=/tmp/home
 python -c 'import fcntl, socket, struct
