@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from specserve.features.eagle.train_heads import (
     FLOOR,
     WARM_UP,
     Teacher,
-    repeat_shuffled,
     require_positive,
+    shuffled_numbers,
     split_windows,
     text_windows,
 )
 from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
+from specserve.host_memory import available_memory
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.library import is_encoder_decoder, llama_config, read_config
 from specserve.models.checkpoints.weights import fingerprint
@@ -50,9 +52,9 @@ DRAFT_VOCAB = 32_000
 class Lesson:
     """A window as a head learns from it: states, tokens and the target's distribution."""
 
-    taps: Tensor  # [rows, 3 * hidden]
+    taps: Tensor  # [rows, 3 * hidden], in the target's dtype
     tokens: Tensor  # [rows + depths, hidden] embeddings
-    p: Tensor  # [rows + depths, draft vocabulary] after each token
+    p: Tensor  # [rows + depths, draft vocabulary] after each token, in fp16
 
     @classmethod
     @torch.no_grad()
@@ -67,7 +69,7 @@ class Lesson:
         p = teacher.head(out.last_hidden_state[0]).softmax(-1)
         embedded = teacher.module.get_input_embeddings().weight[window[1:]]
         rows = len(window) - DEPTHS
-        return cls(states[:rows].float(), embedded.float(), p[1:].index_select(-1, ids))
+        return cls(states[:rows], embedded, p[1:].index_select(-1, ids).half())
 
     def losses(self, head: EagleModule, *, rejection: bool) -> Tensor:  # [depths]
         """Return the loss of each depth: the divergence of q from p, or what is rejected.
@@ -75,13 +77,37 @@ class Lesson:
         p is that of the tokens that the head knows; it sums to less than 1.
         """
         rows, found = len(self.taps), []
-        for depth, log_q in enumerate(head.unroll(self.taps, self.tokens, DEPTHS)):
-            p = self.p[depth : depth + rows]
+        unrolled = head.unroll(self.taps.float(), self.tokens.float(), DEPTHS)
+        for depth, log_q in enumerate(unrolled):
+            p = self.p[depth : depth + rows].float()
             if rejection:
                 found.append(1 - torch.minimum(p, log_q.exp()).sum(-1).mean())
             else:
                 found.append(F.kl_div(log_q, p, reduction="none").sum(-1).mean())
         return torch.stack(found)
+
+
+class Lessons:
+    """The lessons of windows: each is made when it is first read, and kept while memory allows.
+
+    They never change, and the target takes longer over a window than the head does.
+    """
+
+    def __init__(
+        self, teacher: Teacher, windows: Sequence[Tensor], taps: Sequence[int], ids: Tensor
+    ) -> None:
+        self._windows, self._kept = windows, dict[int, Lesson]()
+        self._make = partial(Lesson.from_window, teacher, taps=taps, ids=ids.to(teacher.device))
+        self._device = teacher.device
+        self._least_memory = available_memory() // 2
+
+    def __getitem__(self, number: int) -> Lesson:
+        lesson = self._kept.get(number)
+        if lesson is None:
+            lesson = self._make(self._windows[number].to(self._device))
+            if self._device.type == "cpu" and available_memory() > self._least_memory:
+                self._kept[number] = lesson
+        return lesson
 
 
 def train(
@@ -228,13 +254,14 @@ def _fit(
     report_progress: ReportProgress,
 ) -> None:
     """Minimise the divergence from the target first, then the probability of rejection."""
-    ids = ids.to(teacher.device)
+    lessons = Lessons(teacher, windows, taps, ids)
+    mixed = torch.autocast(teacher.device.type, torch.bfloat16, enabled=teacher.is_bf16)
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
     fade = torch.tensor([FADE**i for i in range(DEPTHS)], device=teacher.device)
     start = time.monotonic()
-    for step, window in enumerate(repeat_shuffled(windows)):
+    for step, number in enumerate(shuffled_numbers(len(windows))):
         progress = (time.monotonic() - start) / (60 * minutes)
         if progress >= 1:
             return
@@ -244,8 +271,8 @@ def _fit(
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
         rejection = progress > 0.5
-        lesson = Lesson.from_window(teacher, window.to(teacher.device), taps, ids)
-        losses = lesson.losses(head, rejection=rejection)
+        with mixed:
+            losses = lessons[number].losses(head, rejection=rejection)
         torch.autograd.backward((losses * fade).sum())
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()

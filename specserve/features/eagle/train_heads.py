@@ -70,6 +70,11 @@ class Teacher:
         self.module: Any = loaded.module
         self.spec, self.device = loaded.spec, device
 
+    @property
+    def is_bf16(self) -> bool:
+        """Whether the target runs in bf16, which is where the device is fast at it."""
+        return self.module.dtype == torch.bfloat16  # type: ignore[no-any-return]
+
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.module.get_output_embeddings()(hidden)
         return logits.float()
@@ -169,7 +174,7 @@ def _train(
     )
     fade = torch.tensor([FADE**i for i in range(heads.num_heads)], device=teacher.device)
     start = time.monotonic()
-    for step, window in enumerate(repeat_shuffled(windows)):
+    for step, number in enumerate(shuffled_numbers(len(windows))):
         progress = (time.monotonic() - start) / (60 * minutes)
         if progress >= 1:
             return
@@ -179,7 +184,7 @@ def _train(
                 * min(1.0, (step + 1) / WARM_UP)
                 * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
             )
-        positions = teacher.positions(window.to(teacher.device), heads.num_heads)
+        positions = teacher.positions(windows[number].to(teacher.device), heads.num_heads)
         losses = _losses(
             positions.p, _log_q(heads, teacher, positions), rejection=progress > 0.5
         )  # [heads]
@@ -230,9 +235,8 @@ def split_windows(windows: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence
     return learnt or windows, windows[::HELD_OUT][:EVALUATED]
 
 
-def repeat_shuffled(windows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the windows again and again, each time in another order."""
+def shuffled_numbers(count: int) -> Iterator[int]:
+    """Yield the numbers below `count` again and again, each time in another order."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        for i in torch.randperm(len(windows), generator=generator).tolist():
-            yield windows[i]
+        yield from torch.randperm(count, generator=generator).tolist()

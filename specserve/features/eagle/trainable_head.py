@@ -28,7 +28,7 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (len(self.weight),), self.weight, self.eps)
+        return F.rms_norm(x.float(), (len(self.weight),), self.weight, self.eps)
 
 
 class EagleModule(nn.Module):

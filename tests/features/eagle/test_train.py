@@ -19,6 +19,7 @@ from specserve.features.eagle.drafter import EagleDrafter
 from specserve.features.eagle.head_files import save_head
 from specserve.features.eagle.train import (
     Lesson,
+    Lessons,
     frequent_ids,
     tapped_layers,
 )
@@ -156,3 +157,17 @@ def test_a_number_that_cannot_be_is_refused(
     arguments = ["eagle", "--target", str(target), "--text", str(tmp_path / "text")]
     assert main([*arguments, "--out", str(tmp_path / "head"), option, "0"]) == 2
     assert f"{option} must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("free_bytes", "kept"), [((100, 60), True), ((100, 40), False)])
+def test_a_lesson_is_kept_while_half_of_the_memory_is_free(
+    target: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: tuple[int, int], kept: bool
+) -> None:
+    """The target runs once over a window whose lesson is kept, and each time otherwise."""
+    left = iter([free_bytes[0], *[free_bytes[1]] * 2])
+    monkeypatch.setattr("specserve.features.eagle.train.available_memory", lambda: next(left))
+    windows = [torch.arange(3, 40), torch.arange(50, 90)]
+    lessons = Lessons(Teacher(target), windows, tapped_layers(4), torch.arange(64))
+    first = lessons[1]
+    assert (lessons[1] is first) is kept
+    assert first.p.shape == (39, 64)
