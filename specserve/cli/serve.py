@@ -12,7 +12,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from specserve.cli.start import quick_exit
-from specserve.cli.status_display import draw_status, example, print_status
+from specserve.cli.status_display import draw_status, example, has_chat_template, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.launch import INDENT, Say, deploy, handle
@@ -144,7 +144,8 @@ def _show_status(
     Returns the name of a process of our own Ray if that has ended.
     """
     names = [part.model for part in config.each_model]
-    board, command = handle(config, "Board"), example(url, names[0])
+    board = handle(config, "Board")
+    command = example(url, names[0], is_chat=has_chat_template(url))
     # A reader of "ready" may end this process at once.
     with contextlib.suppress(KeyboardInterrupt):
         say(f"ready {url}")

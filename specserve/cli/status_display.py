@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -15,10 +19,23 @@ Ended = Callable[[], str | None]
 """Returns the name of a process of Ray that has ended, and the server with it."""
 
 
-def example(url: str, model: str) -> tuple[str, str]:
-    """Return a command to try, in two parts that a terminal of 80 columns holds."""
-    body = f'{{"model": "{model}", "prompt": "def read_lines(path):", "max_tokens": 48}}'
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json'", f"-d '{body}'"
+def example(url: str, model: str, *, is_chat: bool) -> tuple[str, ...]:
+    """Return a command to try, in parts that a terminal of 80 columns holds."""
+    own: dict[str, object] = {"prompt": "def read_lines(path):", "max_tokens": 48}
+    if is_chat:
+        own = {"messages": [{"role": "user", "content": "Hello"}]}
+    path = "chat/completions" if is_chat else "completions"
+    header, body = "-H 'Content-Type: application/json'", json.dumps({"model": model, **own})
+    return f"curl {url}/v1/{path}", header, f"-d '{body}'"
+
+
+def has_chat_template(url: str) -> bool:
+    """Return whether the first model of a server is made for chats; False if it does not say."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_TIMEOUT_S)
+    with suppress(OSError, HTTPException, ValueError, LookupError), closing(connection):
+        connection.request("GET", f"{urlsplit(url).path}/v1/models")
+        return bool(json.load(connection.getresponse())["data"][0]["chat_template"])
+    return False
 
 
 def print_status(board: Any, say: Callable[[str], None], ended: Ended) -> str:

@@ -19,12 +19,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from specserve.api.service import Status
+from specserve.api.tokenizer import Tokenizer
 from specserve.cli.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
-from specserve.cli.status_display import example
+from specserve.cli.status_display import example, has_chat_template
+from specserve.config.tree import DEMO
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.metrics import Registry, Snapshot
+from tests.support.http_server import serving
 
 # A process of its own, as `specserve serve` is one: Ctrl-C reaches it through the terminal.
 PROGRAM = """
@@ -160,12 +164,26 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     assert lines[-1] == "curl it"
 
 
-def test_the_command_to_try_is_whole_on_a_terminal_of_80_columns() -> None:
-    hint = " \\\n  ".join(example("http://127.0.0.1:8000", "demo"))
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_command_to_try_is_whole_on_a_terminal_of_80_columns(is_chat: bool) -> None:
+    hint = " \\\n  ".join(example("http://127.0.0.1:8000", "smollm2", is_chat=is_chat))
     screen = StatusScreen(title="", hints=(hint,))
     shown = page(screen, status(snapshot()))
-    assert shlex.split("\n".join(shown[-2:])) == shlex.split(hint)
-    assert max(map(len, shown[-2:])) <= 80
+    assert shlex.split("\n".join(shown[-3:])) == shlex.split(hint)
+    assert max(map(len, shown[-3:])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("template", "is_chat"), [("{{ messages[0].content }}", True), (None, False)]
+)
+def test_a_server_says_whether_its_model_is_made_for_chats(
+    template: str | None, is_chat: bool
+) -> None:
+    made = AutoTokenizer.from_pretrained(DEMO / "target")
+    made.chat_template = template
+    with serving(tokenizer=Tokenizer(made)) as server:
+        assert has_chat_template(server.url) is is_chat
+    assert not has_chat_template(server.url)
 
 
 def test_a_line_says_once_where_the_draft_lives() -> None:

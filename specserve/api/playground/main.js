@@ -34,13 +34,14 @@ const watch = new Watch(server, models, {
 });
 const history = new History(server, models);
 const conversation = new Conversation(part("chat"));
-const drafts = { completion: prompt.value, chat: "" }; // what stands in the box, in either mode
-let running = null;
+const drafts = { completion: prompt.value, chat: "Why is the sky blue?" }; // what stands in the box, in either mode
+let running = null, isModeChosen = false;
 
 // Finds out what is served, and waits until it is ready.
 async function greet() {
   try {
     models.offer(await server.models());
+    if (models.talks && !isModeChosen) startWithChat();
     for (let why; (why = await server.unready()) !== null; await pause(2)) setText("state", why);
     setText("state", "Ready");
     part("state").classList.add("ready");
@@ -157,6 +158,13 @@ function switchButtons(busy) {
   if (moves) to.focus();
 }
 
+// A model that has a template for chats is met in one.
+function startWithChat() {
+  isModeChosen = true;
+  form.elements.mode.value = "chat";
+  changeMode();
+}
+
 function changeMode() {
   const chat = mode() === "chat";
   drafts[chat ? "completion" : "chat"] = prompt.value;
@@ -165,7 +173,7 @@ function changeMode() {
   setText("answers-title", chat ? "Conversation" : "Answer");
   setText("go", chat ? "Send" : "Continue");
   part("panels").hidden = chat;
-  part("chat").hidden = clear.hidden = !chat;
+  part("chat").hidden = clear.hidden = part("system-field").hidden = !chat;
   part("empty").hidden = chat ? conversation.length > 0 : part("panels").childElementCount > 0;
 }
 
@@ -195,7 +203,12 @@ clear.addEventListener("click", () => {
   setText("outcome", "A new chat.");
   changeMode();
 });
-for (const radio of form.elements.mode) radio.addEventListener("change", changeMode);
+for (const radio of form.elements.mode) {
+  radio.addEventListener("change", () => {
+    isModeChosen = true;
+    changeMode();
+  });
+}
 new Inspector(part("answers"));
 if (matchMedia("(max-width: 60rem)").matches) part("settings").open = false;
 greet();

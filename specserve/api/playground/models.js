@@ -37,6 +37,11 @@ export class Models {
     return this.#one?.parent ?? this.chosen;
   }
 
+  // Whether its maker says how a chat is written.
+  get talks() {
+    return this.#one?.chat_template ?? false;
+  }
+
   set disabled(busy) {
     this.#box.disabled = busy;
   }

@@ -15,10 +15,10 @@ export function question(model, messages) {
   const chat = mode() === "chat", field = (name) => form.elements[name].value;
   const sampling = { temperature: +field("temperature"), top_p: +field("top_p"), ...given("seed", field("seed")) };
   const stop = field("stops").split("\n").filter((line) => line !== "");
-  const schema = field("schema").trim();
+  const schema = field("schema").trim(), system = field("system").trim();
   const body = {
     model,
-    ...(chat ? { messages } : { prompt: field("prompt") }),
+    ...(chat ? { messages: [...(system ? [{ role: "system", content: system }] : []), ...messages] } : { prompt: field("prompt") }),
     max_tokens: +field("max_tokens"),
     ...sampling,
     ...(stop.length ? { stop } : {}),

@@ -7,7 +7,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import DEMO
 from tests.support.browser import Slow, expect, finish, tab, written
 from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, serving, serving_several
 
@@ -186,3 +189,21 @@ def test_a_chat_remembers_its_turns_until_a_new_one_is_started(page: Page) -> No
     expect(page.locator(".turn")).to_have_count(2)
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_a_model_with_a_template_is_met_in_a_chat(browser: Browser) -> None:
+    made = AutoTokenizer.from_pretrained(DEMO / "target")
+    made.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    with (
+        serving(Slow(), tokenizer=Tokenizer(made)) as server,
+        tab(browser, server.url) as page,
+    ):
+        expect(page.get_by_label("Message")).to_have_value("Why is the sky blue?")
+        page.get_by_label("System prompt").fill("Be brief.")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.get_by_role("button", name="Race").click()
+        finish(page, re.compile("times as fast", re.S))
+    assert sent.value.post_data_json["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why is the sky blue?"},
+    ]
