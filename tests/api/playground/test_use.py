@@ -203,7 +203,8 @@ def test_a_model_with_a_template_is_met_in_a_chat(browser: Browser) -> None:
         with page.expect_request("**/v1/chat/completions") as sent:
             page.get_by_role("button", name="Race").click()
         finish(page, re.compile("times as fast", re.S))
-    assert sent.value.post_data_json["messages"] == [
+    body: Any = sent.value.post_data_json
+    assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Why is the sky blue?"},
     ]
