@@ -352,6 +352,8 @@ of {least:.3f}, by the row of {proof.case.lenience:g}."""
 
 def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
     for pairs_class, name in ((Cascades, "{}"), (SelfSpeculativePairs, "{}, tied drafters")):
+        if all(_pairs_class(proof.case) is not pairs_class for proof in proofs):
+            continue
         with tempfile.TemporaryDirectory() as directory:
             pairs = pairs_class(Path(directory))
             for verifier in (*VERIFIERS, "each"):

@@ -17,7 +17,7 @@ from specserve.features.adapters.store import AdapterStore
 from specserve.types import VERIFIERS, Adapter, Request, Speculation, Warp
 from tests.support import checkpoints
 from tests.support.adapters import MEBIBYTE, merge, write_adapter
-from tests.support.continuations import PAGES, Case, Pairs, sample
+from tests.support.continuations import PAGES, Case, Pairs, control, is_flagged, sample
 from tests.support.engines import (
     GREEDY,
     PAGE_SIZE,
@@ -292,11 +292,14 @@ CASES = (
 SAMPLES, SEED = 500, 1 << 44
 
 
-@pytest.mark.parametrize(
+each_case = pytest.mark.parametrize(
     "case",
     [*CASES[:-1], pytest.param(CASES[-1], marks=pytest.mark.long)],
     ids=lambda case: f"{case.verifier}-{case.warps}",
 )
+
+
+@each_case
 def test_continuations_have_the_adapted_targets_distribution(
     pairs: AdaptedPairs, case: Case
 ) -> None:
@@ -305,6 +308,12 @@ def test_continuations_have_the_adapted_targets_distribution(
     assert result.preempted > 0
     fit = pairs.fit(result)
     assert fit.dof > 30
-    assert fit.p_value > 1e-3
+    assert not is_flagged(pairs, result)
     if result.acceptance is not None and case.verifier != "coupled":
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@each_case
+def test_a_verifier_that_accepts_too_much_is_flagged(pairs: AdaptedPairs, case: Case) -> None:
+    result = control(pairs, case, CASES.index(case), samples=SAMPLES // 2)
+    assert is_flagged(pairs, result)

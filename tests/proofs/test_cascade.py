@@ -11,7 +11,7 @@ from specserve.features.cascade import review
 from specserve.types import Request, Speculation, Warp
 from tests.proofs.distribution import prove
 from tests.support.cascade_engines import CASCADES, CascadeEngine, Cascades
-from tests.support.continuations import VOCAB, Case, sample
+from tests.support.continuations import VOCAB, Case, control, is_flagged, sample
 from tests.support.engines import GREEDY, RandomPacer
 
 SAMPLES = 600
@@ -56,9 +56,18 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert result.preempted > 0
     assert result.drafted > result.accepted > 0
     assert proof.fit.dof > 30
-    assert proof.fit.p_value > 1e-3
+    assert not is_flagged(pairs, result)
     if result.acceptance is not None:
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_a_verifier_that_accepts_too_much_is_flagged(pairs: Cascades, case: Case) -> None:
+    """Accept three times as much: close as its stages are, twice as much hardly shows."""
+    result = control(pairs, case, CASES.index(case), samples=SAMPLES * 2 // 3, lenience=3.0)
+    assert is_flagged(pairs, result)
 
 
 def test_a_q_that_ignores_lenience_is_detected(

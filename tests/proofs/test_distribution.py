@@ -35,7 +35,8 @@ from tests.support.continuations import (
 from tests.support.exact_distribution import Floats, agreement, overlap
 from tests.support.self_speculative_engines import SELF_SPECULATIVE
 
-SAMPLES = 1500  # of each case
+SAMPLES, MANY = 750, 1500
+"""Samples of each case, and of a single one in depth."""
 SEED = 1 << 40
 
 
@@ -93,9 +94,7 @@ def test_a_verifier_that_accepts_too_much_is_flagged(pairs: Pairs, case: Case) -
 @pytest.mark.parametrize("verifier", ["speculative", "coupled"])
 def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: str) -> None:
     """Compare alpha with E[sum min(p, q)], or the chance that coupled draws agree."""
-    acceptance = sample(
-        pairs, Case(verifier, "full", 4), samples=SAMPLES, first_seed=SEED
-    ).acceptance
+    acceptance = sample(pairs, Case(verifier, "full", 4), samples=MANY, first_seed=SEED).acceptance
     assert acceptance is not None
     assert 0.3 < acceptance.expected_alpha < 0.9
     assert acceptance.standard_error < 0.01
@@ -122,9 +121,7 @@ def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -
 
 
 def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
-    result = sample(
-        pairs, Case("lenient", "full", 4, lenience=2.0), samples=SAMPLES, first_seed=SEED
-    )
+    result = sample(pairs, Case("lenient", "full", 4, lenience=2.0), samples=MANY, first_seed=SEED)
     assert pairs.fit(result).p_value < 1e-10
 
 
@@ -142,7 +139,7 @@ def test_few_samples_distinguish_a_lenience_of_2_from_1(pairs: Pairs) -> None:
 
 
 def test_a_lenient_text_has_the_distribution_that_is_enumerated(pairs: Pairs) -> None:
-    (proof,) = prove(pairs, [(3, Case("lenient", "full", COUNTED, lenience=2.0))], SAMPLES // 4)
+    (proof,) = prove(pairs, [(3, Case("lenient", "full", COUNTED, lenience=2.0))], MANY // 4)
     assert proof.own_fit.dof > 40
     assert proof.own_fit.p_value > 1e-3
 
@@ -157,7 +154,7 @@ def test_a_correction_drawn_from_p_instead_of_the_residual_is_caught(
     monkeypatch.setattr(verify, "residual", whole_p)
     assert (
         pairs.fit(
-            sample(pairs, Case(verifier, "7 of 8 ids", 4), samples=SAMPLES, first_seed=SEED)
+            sample(pairs, Case(verifier, "7 of 8 ids", 4), samples=MANY, first_seed=SEED)
         ).p_value
         < 1e-10
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specserve.drafters.ngram.build import KINDS, open_ngram_drafter
-from specserve.drafters.ngram.drafter import NgramDrafter
+from specserve.drafters.ngram.drafter import MIN_MATCH, NgramDrafter
 from specserve.drafters.ngram.tables import (
     TABLES_FILE,
     BigramTable,
@@ -32,14 +32,17 @@ from tests.support.continuations import (
     Group,
     Pairs,
     Result,
+    control,
+    is_flagged,
     sample,
 )
 from tests.support.engines import GREEDY, Engine, RandomPacer
-from tests.support.exact_distribution import Conditionals, Floats, all_continuations
+from tests.support.exact_distribution import Conditionals, Floats, Ints, all_continuations
 
-SAMPLES = 1500
-"""Samples of each case."""
+SAMPLES, CONTROL_SAMPLES = 750, 500
+"""Samples of each case, and of its control."""
 SEED = 1 << 41
+COPYING = ("prompt_copy", "max_gram")
 WITH_TABLES = ("unigram", "bigram", "max_gram")
 NUM_REQUESTS = 8
 """Requests with the same seeds, for each kind."""
@@ -76,6 +79,8 @@ class NgramPairs(Pairs):
                 open_ngram_drafter(name, path=path, learn=None, support=64, vocab_size=VOCAB),
             )
         online = open_ngram_drafter("bigram", path=None, learn=True, support=3, vocab_size=VOCAB)
+        assert online._learner is not None
+        self._online = online._learner
         self.engines["online"] = NgramEngine(directory / "target", online)
 
     @property
@@ -93,11 +98,36 @@ class NgramPairs(Pairs):
             "unigram": UnigramTable(self.counts, width=VOCAB),
             "bigram": BigramTable(self.counts, width=VOCAB),
             "random": UniformTable(vocab_size=VOCAB, width=VOCAB),
+            "online": self._online,  # as it is now, which gives the score its direction
         }
-        texts = [all_continuations(group.prompt, depth, VOCAB) for depth in range(COUNTED)]
+        if drafter in COPYING:
+            return Conditionals(tuple(map(_copying, all_texts(group), self.p(group).rows)))
         return Conditionals(
-            tuple(np.array([stated(tables[drafter], text) for text in depth]) for depth in texts)
+            tuple(
+                np.array([stated(tables[drafter], text) for text in texts])
+                for texts in all_texts(group)
+            )
         )
+
+
+def all_texts(group: Group) -> list[Ints]:
+    """Return the prompt with every continuation, by depth."""
+    return [all_continuations(group.prompt, depth, VOCAB) for depth in range(COUNTED)]
+
+
+def _copying(texts: Ints, p: Floats) -> Floats:
+    """Return the token that is copied after each text, as a row of q; p where none is."""
+    rows = p.copy()
+    for row, text in zip(rows, texts.tolist(), strict=True):
+        followers = (
+            text[start + size]
+            for size in range(len(text) - 1, MIN_MATCH - 1, -1)
+            for start in reversed(range(len(text) - size))
+            if text[start : start + size] == text[-size:]
+        )
+        if (copied := next(followers, None)) is not None:
+            row[:] = np.eye(VOCAB)[copied]
+    return rows
 
 
 def stated(table: Table, text: np.ndarray) -> Floats:
@@ -140,9 +170,19 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert result.drafted > result.accepted > 0
     fit = pairs.fit(result)
     assert fit.dof > 30
-    assert fit.p_value > 1e-3
+    assert not is_flagged(pairs, result)
     if result.acceptance is not None:
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_a_verifier_that_accepts_too_much_is_flagged(pairs: NgramPairs, case: Case) -> None:
+    """Accept three times as much; or a quarter, where q is below the truncated p anyway."""
+    lenience = 0.25 if (case.drafter, case.warps) == ("random", "truncated") else 3.0
+    result = control(pairs, case, CASES.index(case), samples=CONTROL_SAMPLES, lenience=lenience)
+    assert is_flagged(pairs, result)
 
 
 def test_a_q_other_than_the_draft_distribution_is_detected(

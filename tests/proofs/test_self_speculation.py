@@ -11,7 +11,14 @@ from specserve.config.tree import DEMO
 from specserve.features.eagle.heads_drafter import HeadsDrafter
 from specserve.features.layer_skip.drafter import LayerSkipDrafter
 from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
-from tests.support.continuations import VOCAB, Case, sample
+from tests.support.continuations import (
+    CONTROL_LENIENCE,
+    VOCAB,
+    Case,
+    control,
+    is_flagged,
+    sample,
+)
 from tests.support.engines import GREEDY, Engine, RandomPacer
 from tests.support.self_speculative_engines import (
     SELF_SPECULATIVE,
@@ -23,8 +30,8 @@ from tests.support.self_speculative_engines import (
     with_heads,
 )
 
-SAMPLES = 1500
-"""Samples of each case."""
+SAMPLES, CONTROL_SAMPLES = 750, 500
+"""Samples of each case, and of its control."""
 SEED = 1 << 42
 
 
@@ -70,10 +77,22 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert pairs.engines[case.drafter].target.runner.cache.prefix_hits > 0
     fit = pairs.fit(result)
     assert fit.dof > 30
-    assert fit.p_value > 1e-3
+    assert not is_flagged(pairs, result)
     if result.acceptance is not None:
         assert 0.3 < result.acceptance.expected_alpha < 0.95
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_a_verifier_that_accepts_too_much_is_flagged(
+    pairs: SelfSpeculativePairs, case: Case
+) -> None:
+    """Accept twice as much, or more where what was prepared by then decides on the drafts."""
+    lenience = 3.0 if case.drafter == "eagle ahead" else CONTROL_LENIENCE
+    result = control(pairs, case, CASES.index(case), samples=CONTROL_SAMPLES, lenience=lenience)
+    assert is_flagged(pairs, result)
 
 
 def test_a_head_apart_has_prepared_proposals_that_are_taken(pairs: SelfSpeculativePairs) -> None:

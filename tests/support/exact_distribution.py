@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +66,16 @@ class LibraryModel:
             directory, dtype=torch.float64, attn_implementation="eager"
         )
         self.vocab = vocab  # of the texts; ids that the model does not have are fed to it as 0
+        self._logits_after = cache(self._compute_logits)  # which are those of every warp
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
         """Return p of the next token after the prompt and up to length - 1 more tokens.
 
         An encoder-decoder generates them after its first token.
         """
+        texts, logits = self._logits_after(tuple(prompt), length)
         if self.model.config.is_encoder_decoder:
-            encoder_input, prompt = prompt, (self.model.config.decoder_start_token_id,)
-            texts = all_continuations(prompt, length - 1, self.vocab)
-            logits = self._logits_from(encoder_input, texts)
-        else:
-            texts = all_continuations(prompt, length - 1, self.vocab)
-            logits = self._logits(texts, last=length)  # [texts, length, model's vocab]
+            prompt = (self.model.config.decoder_start_token_id,)
         rows = []
         for depth in range(length):
             # texts that begin with the same `depth` tokens
@@ -85,6 +83,15 @@ class LibraryModel:
             prefixes = texts[::repeats, : len(prompt) + depth]
             rows.append(warp_logits(logits[::repeats, depth], prefixes, len(prompt), warp))
         return Conditionals(tuple(rows))
+
+    def _compute_logits(self, prompt: tuple[int, ...], length: int) -> tuple[Ints, Floats]:
+        """Return all texts of length - 1 more tokens, and logits [texts, length, model's vocab]."""
+        if self.model.config.is_encoder_decoder:
+            start = (self.model.config.decoder_start_token_id,)
+            texts = all_continuations(start, length - 1, self.vocab)
+            return texts, self._logits_from(prompt, texts)
+        texts = all_continuations(prompt, length - 1, self.vocab)
+        return texts, self._logits(texts, last=length)
 
     @torch.inference_mode()
     def _logits(self, texts: Ints, *, last: int) -> Floats:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_speculator
 from tests.support.engines import Engine, PacerLike, Run, load_target, model_options
 from tests.support.exact_distribution import (
     Conditionals,
+    Floats,
+    Ints,
     LibraryModel,
     all_continuations,
     warp_logits,
@@ -263,6 +265,7 @@ class SelfSpeculativePairs(Pairs):
             name: ReferenceHead(head, EAGLES[name], embedding) for name, head in eagles.items()
         }
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
+        self._logits_after = cache(self._compute_logits)  # which are those of every warp
         self.cache_distributions()
 
     def full_support_drafter(self, drafter: str) -> str:
@@ -274,23 +277,26 @@ class SelfSpeculativePairs(Pairs):
 
         The whole target has cached the tokens before the newest.
         """
-        logits = self._layer_skip_logits if drafter == "layer_skip" else self._first_heads_logits
-        if drafter in EAGLES:
-            logits = partial(self._eagle_logits, drafter)
         support = 3 if drafter == "top 3 heads" else VOCAB
         rows = []
         for depth in range(COUNTED):
-            texts = all_continuations(group.prompt, depth, VOCAB)
-            q = torch.from_numpy(
-                warp_logits(
-                    logits(torch.from_numpy(texts)).numpy(), texts, len(group.prompt), group.warp
-                )
-            )
+            texts, logits = self._logits_after(drafter, group.prompt, depth)
+            q = torch.from_numpy(warp_logits(logits, texts, len(group.prompt), group.warp))
             top, ids = q.topk(support, dim=-1)
             rows.append(
                 torch.zeros_like(q).scatter_(1, ids, top / top.sum(-1, keepdim=True)).numpy()
             )
         return Conditionals(tuple(rows))
+
+    def _compute_logits(
+        self, drafter: str, prompt: tuple[int, ...], depth: int
+    ) -> tuple[Ints, Floats]:
+        """Return the texts of `depth` more tokens, and the drafter's logits after each."""
+        compute = self._layer_skip_logits if drafter == "layer_skip" else self._first_heads_logits
+        if drafter in EAGLES:
+            compute = partial(self._eagle_logits, drafter)
+        texts = all_continuations(prompt, depth, VOCAB)
+        return texts, compute(torch.from_numpy(texts)).numpy()
 
     @torch.inference_mode()
     def _layer_skip_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]
