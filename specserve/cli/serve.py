@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from specserve.cli.start import quick_exit
+from specserve.cli.start import INTERRUPTED, quick_exit
 from specserve.cli.status_display import draw_status, example, has_chat_template, print_status
 from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.cluster_address import require_answer, resolve
@@ -24,6 +25,7 @@ from specserve.config.tree import Config
 from specserve.models.checkpoints.store import remove_unused_weights
 from specserve.progress import ProgressBar
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 END_WITHIN_S = 10.0
 """Time to stop in order, which takes 4 s, since calls of a Ray that has ended wait for it."""
 
@@ -45,11 +47,14 @@ def serve_until_ended(
     nothing stands in the way.
     """
     _check_first(config, say, join=join)
+    is_ready = threading.Event()
     with contextlib.ExitStack() as limit, contextlib.ExitStack() as stack:
         require_checkpoints = stack.enter_context(checkpoint_check(config))
         stack.callback(remove_unused_weights)
         with _start_progress(say, console) as report:
             guard = stack.enter_context(ray_session(config, report, join=join, may_wait=may_wait))
+            if guard is not None:
+                limit.enter_context(_limited_end(guard, is_ready))
             for line in (notice, *(part.demo.note for part in config.each_model)):
                 if line is not None:
                     report(line)
@@ -64,11 +69,10 @@ def serve_until_ended(
                     require=require_checkpoints,
                 )
             )
+        is_ready.set()
         ended = _show_status(config, url, say, console, guard)
-        if guard is not None:
-            if ended is not None:
-                _end_without_ray(guard, ended)
-            limit.enter_context(_limited_end(guard))
+        if guard is not None and ended is not None:
+            _end_without_ray(guard, ended)
         say("stopping")
 
 
@@ -126,9 +130,7 @@ def _signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.signal(number, interrupt) for number in ENDING}
     try:
         yield
     finally:
@@ -164,19 +166,32 @@ def _show_status(
 
 
 @contextlib.contextmanager
-def _limited_end(guard: RayGuard) -> Iterator[None]:
-    """End this process and its Ray if the context takes longer than END_WITHIN_S."""
+def _limited_end(guard: RayGuard, is_ready: threading.Event) -> Iterator[None]:
+    """End this process and its Ray END_WITHIN_S after a signal, if the context has not ended.
 
-    def end() -> None:
-        guard.close()
-        quick_exit(0)
+    A call of a Ray that has ended may hold the main thread, which runs no handler meanwhile; the
+    interpreter writes each signal into a socket at once.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    has_ended = threading.Event()
 
-    timer = threading.Timer(END_WITHIN_S, end)
-    timer.start()
+    def watch() -> None:
+        with reader:
+            while (received := reader.recv(1)) and received[0] not in ENDING:
+                pass
+        if received and not has_ended.wait(END_WITHIN_S):
+            guard.close()
+            quick_exit(0 if is_ready.is_set() else INTERRUPTED)
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True, name="end").start()
     try:
         yield
     finally:
-        timer.cancel()
+        signal.set_wakeup_fd(before)
+        has_ended.set()
+        writer.close()
 
 
 def _end_without_ray(guard: RayGuard, ended: str) -> NoReturn:

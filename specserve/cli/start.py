@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from specserve.config.tree import Config
 
+INTERRUPTED = 130
+"""Exit code of what SIGINT ends, as of a shell's commands."""
+
 
 @contextmanager
 def quick_start(config: Config) -> Iterator[None]:

@@ -138,13 +138,20 @@ def test_a_server_of_which_a_part_is_killed_ends_and_leaves_nothing(killed: str)
         process.communicate()
 
 
-@pytest.mark.parametrize("killed", ["ray::", "gcs_server"])
-def test_ctrl_c_ends_a_server_whose_ray_has_just_been_killed(killed: str) -> None:
-    """Kill Serve's processes with Ray's agents, and Ray's server, which calls of Ray wait for."""
+@pytest.mark.parametrize(
+    ("killed", "line", "code"), [("ray::", "curl ", 0), ("gcs_server", "  board", 130)]
+)
+def test_ctrl_c_ends_a_server_whose_ray_has_just_been_killed(
+    killed: str, line: str, code: int
+) -> None:
+    """Kill Serve's processes with Ray's agents, and Ray's server, which calls of Ray wait for.
+
+    The server is ready, or still starts, where such a call holds the main thread.
+    """
     port, before = free_port(), own_files()
     process = serve("--port", str(port), "--set", "replicas.min=0")
     try:
-        lines_until(process, "curl ")
+        lines_until(process, line)
         started = own_processes(process.pid)
         process.send_signal(signal.SIGSTOP)  # or it might see first that Ray has ended
         for one in started:
@@ -154,7 +161,7 @@ def test_ctrl_c_ends_a_server_whose_ray_has_just_been_killed(killed: str) -> Non
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=PATIENCE_S)
-        assert (process.returncode, "Traceback" in errors) == (0, False)
+        assert (process.returncode, "Traceback" in errors) == (code, False)
         _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
         assert alive == []
         require_free(port)
