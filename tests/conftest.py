@@ -1,10 +1,12 @@
-"""One thread for all tests, marks by folder, and one browser for those that need it.
+"""One thread for all tests, the small pair as demo, marks by folder, and one browser.
 
 Tests run beside one another on small machines, and bits must not depend on the number of threads.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 
     from tests.support.http_server import RunningServer
 
+WITHOUT_CHAT_MODEL = str(Path(__file__).parent / "support" / "without_chat_model")
+sys.path.insert(0, WITHOUT_CHAT_MODEL)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [WITHOUT_CHAT_MODEL, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 SECONDS: defaultdict[str, float] = defaultdict(float)
 """Seconds of each file's tests."""
 

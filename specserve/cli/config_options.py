@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specserve.cli.default_model import default_model
 from specserve.cli.parser import BadUsage
-from specserve.config.demo import WIDENED
 from specserve.config.tree import Config, config_from_file, parse_override
 from specserve.errors import ConfigError
-from specserve.host_memory import available_memory
 
 SHORT_NAMES = {
     "target": "target.path",
@@ -20,9 +19,6 @@ SHORT_NAMES = {
     "port": "http.port",
     "name": "name",
 }
-
-MEMORY_OF_WIDENED = 3 * 2**30
-"""Bytes of memory that must be free for the demo to be widened: a server of it takes half."""
 
 NO_DRAFT = "none"  # as --draft and --drafter
 NO_DRAFT_NOTICE = (
@@ -70,7 +66,7 @@ def config_from_options(options: argparse.Namespace) -> Config:
     return config_from_file(
         options.config,
         dict(options.set) | {key: value for key, value in short.items() if value is not None},
-        demo_size=WIDENED if available_memory() > MEMORY_OF_WIDENED else None,
+        default_model=default_model,
     )
 
 

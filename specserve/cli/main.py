@@ -17,10 +17,11 @@ from rich.console import Console
 from specserve.cli.arguments import KEY_LIMITS, build_parser
 from specserve.cli.completion import script
 from specserve.cli.config_options import config_from_options, draft_notice
+from specserve.cli.default_model import default_model_notice
 from specserve.cli.generation import generate_text
 from specserve.cli.parser import BadUsage, Parser
 from specserve.cli.prompt import check_length, check_text, prompt_ids, summary
-from specserve.cli.start import quick_exit
+from specserve.cli.start import INTERRUPTED, quick_exit
 from specserve.config.features import part
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.progress import ProgressBar
@@ -28,8 +29,6 @@ from specserve.sampling_params import Sampling
 from specserve.tools import count_ngrams
 from specserve.tools.bench.options import BenchOptions
 from specserve.tools.plan.options import PlanOptions
-
-INTERRUPTED = 130  # exit code, as of a shell's command that SIGINT ends
 
 if TYPE_CHECKING:
     from specserve.checkpoint_files import Checkpoints
@@ -118,7 +117,7 @@ def serve(options: argparse.Namespace) -> None:
         join=join,
         replace=options.replace,
         may_wait=options.wait,
-        notice=draft_notice(options, config),
+        notice=draft_notice(options, config) or default_model_notice(config),
     )
 
 

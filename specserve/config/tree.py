@@ -6,7 +6,7 @@ An unknown key is an error. It knows the keys and what they may hold, no models 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,12 @@ def config_from_file(
     file: Path | None,
     overrides: Mapping[str, object] | None = None,
     *,
-    demo_size: str | None = None,
+    default_model: Callable[[], Mapping[str, object]] | None = None,
 ) -> Config:
     """Return the config of a YAML file, or of the defaults, with `overrides`.
 
-    `demo_size` is that of the demo's target where the keys name neither a target nor a size.
+    `default_model` returns the keys of the model where none is named; its draft counts where the
+    keys name none, either.
     """
     keys = {} if file is None else read_config_file(file)
     given = _merge(_nest(keys), _nest(overrides or {}))
@@ -157,8 +158,11 @@ def config_from_file(
         or "size" in _section(given, "demo")
         or given.get("models")
     )
-    if demo_size is not None and not names_target:
-        given = _merge({"demo": {"size": demo_size}}, given)
+    if default_model is not None and not names_target:
+        names_draft = _section(given, "draft").keys() & {"kind", "path"}
+        without = {"draft"} if names_draft else set[str]()
+        below = {key: value for key, value in default_model().items() if key not in without}
+        given = _merge(below, given)
     return config_from_keys(given)
 
 

@@ -50,7 +50,8 @@ def test_a_config_of_one_model_is_its_own_only_model() -> None:
 
 
 def test_an_entry_without_a_target_is_the_demo_pair() -> None:
-    (part,) = config_from_file(None, {"models": [{"name": "it"}]}, demo_size="200M").models
+    keys = {"models": [{"name": "it"}]}
+    (part,) = config_from_file(None, keys, default_model=lambda: {"demo": {"size": "200M"}}).models
     assert (part.model, part.draft.kind, part.demo.size) == ("it", "neural", None)
 
 

@@ -374,7 +374,26 @@ def test_a_value_that_its_type_does_not_fit_is_refused_and_no_traceback(
 def test_a_command_widens_the_demo_unless_it_says_another_size_or_model(
     keys: dict[str, object], size: int | None
 ) -> None:
-    assert config_from_file(None, keys, demo_size="200M").demo.size == size
+    config = config_from_file(None, keys, default_model=lambda: {"demo": {"size": "200M"}})
+    assert config.demo.size == size
+
+
+@pytest.mark.parametrize(
+    ("keys", "target", "draft"),
+    [
+        ({}, "talks.gguf", "eagle"),
+        ({"draft.kind": "prompt_copy"}, "talks.gguf", "prompt_copy"),
+        ({"draft.kind": "none"}, "talks.gguf", "none"),
+        ({"target.path": "org/model"}, "org/model", "none"),
+        ({"demo.size": "30M"}, str(DEMO / "target"), "neural"),
+    ],
+)
+def test_the_default_model_brings_a_draft_unless_the_keys_name_one(
+    keys: dict[str, object], target: str, draft: str
+) -> None:
+    default = {"target": {"path": "talks.gguf"}, "draft": {"kind": "eagle", "path": "head"}}
+    config = config_from_file(None, keys, default_model=lambda: default)
+    assert (config.target.path, config.draft.kind) == (target, draft)
 
 
 def test_a_size_of_the_demo_is_refused_beside_another_target() -> None:

@@ -66,7 +66,7 @@ class LibraryModel:
             directory, dtype=torch.float64, attn_implementation="eager"
         )
         self.vocab = vocab  # of the texts; ids that the model does not have are fed to it as 0
-        self._logits_after = cache(self._compute_logits)  # which are those of every warp
+        self._logits_after = cache(self._compute_logits)  # the same for every warp
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
         """Return p of the next token after the prompt and up to length - 1 more tokens.

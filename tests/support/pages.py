@@ -21,8 +21,10 @@ STAND_INS = (
     ("--tokenizer DIR-OR-HUB-NAME", f"--tokenizer {DEMO / 'target'}"),
     ("--model DIR-OR-HUB-NAME", f"--model {DEMO / 'target'}"),
     ("--draft DIR-OR-HUB-NAME", f"--draft {DEMO / 'draft'}"),
+    ('"model": "smollm2"', '"model": "demo"'),
+    ('model="smollm2"', 'model="demo"'),
 )
-"""The shipped pair, for the places where readers put their own models."""
+"""The shipped pair, for the places where readers put their own models, and for `make serve`'s."""
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )

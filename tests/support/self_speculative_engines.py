@@ -265,7 +265,7 @@ class SelfSpeculativePairs(Pairs):
             name: ReferenceHead(head, EAGLES[name], embedding) for name, head in eagles.items()
         }
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
-        self._logits_after = cache(self._compute_logits)  # which are those of every warp
+        self._logits_after = cache(self._compute_logits)  # the same for every warp
         self.cache_distributions()
 
     def full_support_drafter(self, drafter: str) -> str:

@@ -72,7 +72,7 @@ class Teacher:
 
     @property
     def is_bf16(self) -> bool:
-        """Whether the target runs in bf16, which is where the device is fast at it."""
+        """True where the target runs in bf16, as it does where the device is fast at that."""
         return self.module.dtype == torch.bfloat16  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
