@@ -6,7 +6,7 @@ Knows no parameter of its own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -74,6 +74,14 @@ class StrictModel(BaseModel):
         near += difflib.get_close_matches(name[:MAX_NAME], cls.names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return BadValue(f"unknown parameter {name[:MAX_NAME]!r}{hint}", param=name[:MAX_NAME])
+
+    def check_given(self, path: str, names: Iterable[str]) -> None:
+        """Raise BadValue for a missing member that an object of this `type` needs."""
+        for name in names:
+            if getattr(self, name) is None:
+                param = f"{path}.{name}"
+                kind = getattr(self, "type", "")
+                raise BadValue(f"{param} is needed in a {kind}", param=param)
 
     @classmethod
     def _members_named(cls, name: str) -> list[str]:

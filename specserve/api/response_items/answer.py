@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 
-from starlette.types import Receive, Scope, Send
-
 from specserve.api.choices import ChatChoice, ResponseKind
+from specserve.api.event_response import Event, EventResponse
 from specserve.api.generation import Generation
 from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
-from specserve.api.prompt_logprobs import to_json
-from specserve.api.refusal import INTERNAL, Refusal, log_redacted
+from specserve.api.refusal import Refusal
 from specserve.api.response_items.body import ResponsesBody
-from specserve.api.response_items.items import Event, OutputItems
-from specserve.api.responses import GenerationResponse, ResponseHead
-from specserve.api.streamed_response import STREAM_HEADERS, send_event
+from specserve.api.response_items.items import OutputItems
+from specserve.api.responses import ResponseHead
 from specserve.api.tokenizer import Tokenizer
 from specserve.types import FinishReason
-
-log = logging.getLogger(__name__)
 
 RESPONSE = ResponseKind("resp_", "response", "response", ChatChoice)
 
 
-class ItemsResponse(GenerationResponse):
+class ItemsResponse(EventResponse):
     """A response of items."""
 
     def __init__(
@@ -39,29 +33,13 @@ class ItemsResponse(GenerationResponse):
         body: ResponsesBody,
         log_prompts: bool,
     ) -> None:
-        super().__init__(generation, tokenizer, generation_request, head, metrics)
-        self._stream, self._log_prompts = generation_request.stream, log_prompts
+        super().__init__(
+            generation, tokenizer, generation_request, head, metrics, log_prompts=log_prompts
+        )
         self._items = OutputItems(head.request_id)
         self._members = _echo(body, head)
+        self._status = "in_progress"
         self._number = 0  # of the next event
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._generation as generation:
-            events = self._events(generation)
-            if not self._stream:
-                async for event in events:
-                    final = event
-                await self._send_json(send, final["response"])
-                return
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-            await send_event(send, self._line(first))
-            try:
-                async for event in events:
-                    await send_event(send, self._line(event))
-            except Exception as error:  # the status is sent; in mid-stream the error is an event
-                await send_event(send, self._line(self._failure(error)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Yield events; the last one has the whole response."""
@@ -71,14 +49,17 @@ class ItemsResponse(GenerationResponse):
             if not has_begun:
                 has_begun = True
                 for kind in ("created", "in_progress"):
-                    yield {"type": f"response.{kind}", "response": self._object("in_progress")}
+                    yield {"type": f"response.{kind}", "response": self._object(self._status)}
             for event in self._items.add(delta):
                 yield event
             finish = delta.finish
-        status = "incomplete" if finish is FinishReason.LENGTH else "completed"
-        for event in self._items.finish(status):
+        self._status = "incomplete" if finish is FinishReason.LENGTH else "completed"
+        for event in self._items.finish(self._status):
             yield event
-        yield {"type": f"response.{status}", "response": self._object(status)}
+        yield {"type": f"response.{self._status}", "response": self._object(self._status)}
+
+    def _whole(self) -> dict[str, object]:
+        return self._object(self._status)
 
     def _object(self, status: str, error: Mapping[str, object] | None = None) -> dict[str, object]:
         ended = status in ("completed", "incomplete")
@@ -108,26 +89,11 @@ class ItemsResponse(GenerationResponse):
 
     def _line(self, event: Event) -> str:
         number, self._number = self._number, self._number + 1
-        return f"event: {event['type']}\ndata: {to_json({**event, 'sequence_number': number})}\n\n"
+        return super()._line({**event, "sequence_number": number})
 
-    def _failure(self, error: Exception) -> Event:
-        refusal = Refusal.from_error(error)
-        self._metrics.count_failure(refusal.status)
-        request_id, words = self._head.request_id, "%s failed in mid-stream with %d: %s"
-        log.error(words, request_id, refusal.status, refusal.message)
-        if refusal.kind is INTERNAL:
-            log_redacted(log, request_id, error, log_prompts=self._log_prompts)
+    def _failure(self, refusal: Refusal) -> Event:
         failure = {"code": "server_error", "message": refusal.message}
         return {"type": "response.failed", "response": self._object("failed", failure)}
-
-    async def _send_json(self, send: Send, content: object) -> None:
-        body = to_json(content).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _echo(body: ResponsesBody, head: ResponseHead) -> dict[str, object]:

@@ -42,6 +42,12 @@ COPIED = (
     "parallel_tool_calls",
 )
 """Parameters that chats have by the same name."""
+NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""Members of an item, by its type."""
 
 
 def to_chat(body: ResponsesBody) -> ChatBody:
@@ -94,7 +100,7 @@ def _messages(body: ResponsesBody) -> list[Message]:
         if item.type == "reasoning":
             reasoning = _text(item.content)
             continue
-        _check_members(f"input[{index}]", item)
+        item.check_given(f"input[{index}]", NEEDED[item.type])
         if item.type == "message":
             messages.append(_message(item.role or "user", _text(item.content)))
         elif item.type == "function_call_output":
@@ -107,17 +113,6 @@ def _messages(body: ResponsesBody) -> list[Message]:
     if not messages:
         raise BadValue("input has nothing to answer", param="input")
     return messages
-
-
-def _check_members(path: str, item: ResponseItem) -> None:
-    needed = {
-        "message": ("role", "content"),
-        "function_call": ("call_id", "name", "arguments"),
-        "function_call_output": ("call_id", "output"),
-    }
-    for name in needed[item.type]:
-        if getattr(item, name) is None:
-            raise BadValue(f"{path}.{name} is needed in a {item.type}", param=f"{path}.{name}")
 
 
 def _add_call(messages: list[Message], item: ResponseItem) -> None:

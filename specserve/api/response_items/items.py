@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specserve.api.continuation import OutputDelta
+from specserve.api.event_response import Event
 from specserve.api.tools.parse import CallDelta
 
-Event = dict[str, object]
 PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
