@@ -15,6 +15,7 @@ from docs._build.table import code, table
 from specserve.api import chat_schema, schema
 from specserve.api.app import build
 from specserve.api.dialects import SERVERS, ForeignParameter
+from specserve.api.messages import body as messages_body
 from specserve.api.model_directory import ModelDirectory
 from specserve.api.refusal import (
     BAD_KEY,
@@ -78,7 +79,7 @@ def _operations(description: Mapping[str, Any]) -> Iterator[tuple[str, str, Sche
 
 def _model(name: str) -> type[StrictModel]:
     """Return the class of a shape."""
-    modules = (schema, chat_schema, response_body)
+    modules = (schema, chat_schema, response_body, messages_body)
     found: type[StrictModel] = next(getattr(one, name) for one in modules if hasattr(one, name))
     return found
 
@@ -116,7 +117,7 @@ def _meaning(parameter: Schema, required: bool) -> str:
 
 
 def _unsupported(name: str) -> str:
-    """Return OpenAI's parameters that are refused unless their value changes nothing."""
+    """Return the protocol's parameters that are refused unless their value changes nothing."""
     known: Mapping[str, tuple[object, ...]] = _model(name).UNSUPPORTED
     if not known:
         return ""
@@ -124,9 +125,7 @@ def _unsupported(name: str) -> str:
         f"{code(one)} ({', '.join(['null', *map(repr, values)])})"
         for one, values in sorted(known.items())
     )
-    about = (
-        "Parameters of OpenAI's API that are refused here, except for values that change nothing"
-    )
+    about = "Parameters of the protocol that are refused, except for values that change nothing"
     return f"\n{about}: {taken}.\n"
 
 
@@ -196,6 +195,9 @@ def _named(name: str) -> str:
 
 
 _LISTS = {
+    "MessageBlocks": "MessageBlock",
+    "MessageTools": "MessageTool",
+    "MessageTurns": "MessageTurn",
     "Messages": "Message",
     "Parts": "TextPart",
     "ResponseInput": "ResponseItem",
@@ -252,7 +254,8 @@ def _errors() -> str:
     return (
         '## Errors\n\nEvery error has the form `{"error": {"message", "type", "param", "code"}}`; '
         "`param` names the invalid parameter, if there is one. In a stream that has begun, it is "
-        "sent as an event. Metrics and logs count a client that disconnected as "
+        "sent as an event. `/v1/messages` has Anthropic's form, its types, and 529 instead of 429 "
+        "`overloaded`. Metrics and logs count a client that disconnected as "
         f"{CLIENT_CLOSED_REQUEST}.\n\n"
     ) + table(("status", "type", "code", "with"), rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +18,8 @@ from specserve.api.access import ClientAccess
 from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
 from specserve.api.key_check import KeyCheck
+from specserve.api.messages.body import MessagesError
+from specserve.api.messages.errors import MessagesErrors
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
     IGNORED,
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-GENERATING = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES)
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+GENERATING = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
 
@@ -99,6 +101,11 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.post(COMPLETIONS)(endpoints.completions)
     app.post(CHAT_COMPLETIONS)(endpoints.chat_completions)
     app.post(RESPONSES)(endpoints.responses)
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": MessagesError} for status in ("4XX", "5XX")
+    }
+    app.post(MESSAGES, responses=refusals)(endpoints.messages)
+    app.post(f"{MESSAGES}/count_tokens", responses=refusals)(endpoints.count_tokens)
     app.get("/v1/models")(endpoints.models)
     app.get("/v1/models/{name:path}")(endpoints.model)
     app.post("/tokenize")(endpoints.tokenize)
@@ -147,6 +154,7 @@ def _middleware(
         *([Middleware(RequestSpans, tracer=tracer, paths=GENERATING)] if tracer else []),
         *([_cors(cors)] if cors else []),
         Middleware(HeadAsGet),
+        Middleware(MessagesErrors, path=MESSAGES),
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
         *([Middleware(HostCheck, hosts=hosts)] if hosts else []),

@@ -74,5 +74,6 @@ def errors_as_sent(body: GenerationBody) -> Iterator[None]:
             raise
         assert sent is not None
         # A name such as guided_regex stands for guided.regex.
-        pattern = rf"\b{name}\b(\.\w+)?" if sent in FLAT_NAMES else rf"\b{name}\b"
+        escaped = re.escape(name)
+        pattern = rf"\b{escaped}\b(\.\w+)?" if sent in FLAT_NAMES else rf"\b{escaped}\b"
         raise BadValue(re.sub(pattern, sent, str(error)), param=sent) from error

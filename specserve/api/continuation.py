@@ -128,6 +128,11 @@ class Continuation:
         """True after a stop string. Tokens that follow are dropped and need not be computed."""
         return self._detokenizer.hit_stop_string
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._detokenizer.stop_string
+
     def add_chunk(self, chunk: Chunk) -> OutputDelta:
         """Add a chunk and return what it adds.
 

@@ -29,7 +29,10 @@ SCOPES_OF_PATHS = {
 
 
 class KeyCheck:
-    """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's limits."""
+    """Check of the key on all but the open paths, and of each key's limits.
+
+    It comes as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY` from clients of Anthropic's API.
+    """
 
     def __init__(self, app: ASGIApp, *, access: ClientAccess, open_paths: Collection[str]) -> None:
         self._app, self._access, self._open_paths = app, access, open_paths
@@ -65,5 +68,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> ApiClient | None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return self._access.find(key.strip()) if scheme.lower() == "bearer" else None
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key if scheme.lower() == "bearer" else headers.get("x-api-key")
+        return None if given is None else self._access.find(given.strip())

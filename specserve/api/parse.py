@@ -60,6 +60,11 @@ class RequestParser:
     def _reasoning(self) -> ModelReasoning | None:
         return ModelReasoning.from_template(self._tokenizer.tool_template, self._tokenizer)
 
+    @property
+    def has_reasoning(self) -> bool:
+        """True if the model reasons in a known form before it answers."""
+        return self._reasoning is not None and not self._served.is_encoder_decoder
+
     async def completion(self, body: CompletionBody) -> GenerationRequest:
         adapter, best_of = self.find_adapter(body.model), BestOf.from_body(body)
         sampling = parse_sampling(body, self._served, best_of, default_max_tokens=16)
@@ -122,7 +127,7 @@ class RequestParser:
         )
 
     def _prompt_reasoning(self, ids: Sequence[int]) -> PromptReasoning | None:
-        if self._reasoning is None or self._served.is_encoder_decoder:
+        if self._reasoning is None or not self.has_reasoning:
             return None
         tail = self._tokenizer.prompt_tail(ids[-PROMPT_TAIL:])
         return PromptReasoning(self._reasoning, self._reasoning.prompt_state(tail))

@@ -19,6 +19,9 @@ from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
 from specserve.api.generation_request import GenerationRequest
+from specserve.api.messages.answer import MESSAGE, MessageResponse
+from specserve.api.messages.body import CountTokensBody, MessagesBody
+from specserve.api.messages.chat_request import to_chat as messages_to_chat
 from specserve.api.metering import RequestMetrics
 from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.request_spans import TRACE_CONTEXT
@@ -30,6 +33,7 @@ from specserve.api.schema import CompletionBody, DetokenizeBody
 from specserve.api.streamed_response import StreamedResponse
 from specserve.api.strict_model import Body, StrictModel, shown_names
 from specserve.api.template_options import parse_template_options, unread_variables
+from specserve.api.tools.offer import parse_offer
 from specserve.config.sections import IGNORE, REFUSE
 from specserve.errors import BadRequest, BadValue, Overloaded
 
@@ -95,6 +99,35 @@ class Endpoints:
             log_prompts=self._log_prompts,
         )
 
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        """Write the assistant's next message, for clients of Anthropic's API."""
+        start = self._request_metrics.clock()
+        self._log_body(body, request)
+        self._check_unknown(body, request)
+        model = self._choose(body.model, request)
+        chat = self._chat_of(body, model)
+        with errors_as_sent(chat):
+            generation_request = await model.parser.chat(chat)
+        return MessageResponse(
+            self._generation(model, generation_request, request, start),
+            model.tokenizer,
+            generation_request,
+            self._head(MESSAGE, model, request, generation_request),
+            model.metrics,
+            log_prompts=self._log_prompts,
+        )
+
+    async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
+        """Return how many tokens the prompt of a message has."""
+        self._check_unknown(body, request)
+        model = self._models.find(body.model)
+        model.parser.find_adapter(body.model)
+        chat = self._chat_of(body, model)
+        options = parse_template_options(chat, model.tokenizer)
+        with errors_as_sent(chat):
+            ids = await model.parser.chat_ids(chat.messages, parse_offer(chat), options)
+        return json_response({"input_tokens": len(ids)})
+
     async def models(self) -> Response:
         """Return the models that are served, each with its adapters."""
         data = [entry for model in self._models.backends for entry in model.entries()]
@@ -128,6 +161,13 @@ class Endpoints:
         model = self._models.find(body.model)
         model.parser.find_adapter(body.model)
         return json_response({"prompt": await model.parser.decode_ids(body.tokens)})
+
+    def _chat_of(self, body: CountTokensBody, model: ModelBackend) -> ChatBody:
+        return messages_to_chat(
+            body,
+            has_reasoning=model.parser.has_reasoning,
+            template_variables=model.tokenizer.template_variables,
+        )
 
     def _choose(self, name: str | None, request: Request) -> ModelBackend:
         """Return the model that a generation names, and count it on the client's limits for it.

@@ -30,6 +30,6 @@ async def text_only(request: Request) -> Response:
     raise HTTPException(
         404,
         f"{request.url.path} is not served: this server writes text only, by /v1/completions, "
-        "/v1/chat/completions and /v1/responses; other media and embeddings need "
+        "/v1/chat/completions, /v1/responses and /v1/messages; other media and embeddings need "
         "another model server",
     )

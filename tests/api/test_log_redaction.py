@@ -50,7 +50,15 @@ def bodies() -> Iterator[tuple[str, dict[str, object]]]:
     chat = {key: value for key, value in BODY.items() if key != "prompt"} | {
         "messages": [{"role": "user", "content": BODY["prompt"]}]
     }
+    message = {
+        "messages": chat["messages"],
+        "system": MARK,
+        "metadata": {"user_id": MARK},
+        "stop_sequences": [MARK + "!"],
+        "max_tokens": 40,
+    }
     for stream in (False, True):
+        yield "/v1/messages", message | {"stream": stream}
         yield "/v1/completions", BODY | {"stream": stream}
         yield "/v1/chat/completions", chat | {"stream": stream}
 

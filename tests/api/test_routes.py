@@ -208,6 +208,8 @@ def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(
     assert set(page["paths"]) >= {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/tokenize",
         "/detokenize",

@@ -46,6 +46,16 @@ def test_the_model_of_a_request_chooses_whose_engines_answer(server: RunningServ
     assert _text(server, "org/large") == ("org/large", LARGE.output)
 
 
+def test_the_model_of_a_message_chooses_as_well(server: RunningServer) -> None:
+    body = {"model": "org/large", "messages": [{"role": "user", "content": "a"}]}
+    answer = server.ask("/v1/messages", body | {"max_tokens": 99}).json
+    assert (answer["model"], answer["content"][0]["text"]) == ("org/large", LARGE.output)
+    assert server.ask("/v1/messages/count_tokens", body).json["input_tokens"] > 1
+    other = body | {"model": "other"}
+    assert server.ask("/v1/messages/count_tokens", other).status == 404
+    assert server.ask("/v1/messages", other | {"max_tokens": 9}).status == 404
+
+
 def test_a_name_with_an_adapter_is_refused_by_its_model(server: RunningServer) -> None:
     refused = server.ask(COMPLETIONS, {"model": "org/large:sql", "prompt": "a"})
     assert (refused.status, refused.error["param"]) == (404, "model")

@@ -1,7 +1,7 @@
 """`python -m tests.conformance`: clients of other projects against real servers, as a table.
 
 `python -m tests.conformance` installs each client into an environment of its own, runs its checks
-and prints the page; --quick runs the openai client of this environment against a scripted engine.
+and prints the page; --quick runs the clients of this environment against a scripted engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tests.conformance.clients import CLIENTS, Client, ClientRun, install, run_c
 from tests.conformance.page import page, unknown_failures
 from tests.conformance.scripted_engine import scripted_gateway
 from tests.support.ray_server import free_port
+
+INSTALLED_FOR_TESTS = ("openai", "anthropic")
 
 
 def main() -> int:
@@ -43,9 +45,10 @@ def main() -> int:
 
 
 def _run_quickly() -> list[ClientRun]:
-    (client,) = (client for client in CLIENTS if client.name == "openai")
+    clients = [client for client in CLIENTS if client.name in INSTALLED_FOR_TESTS]
+    python = Path(sys.executable)
     with scripted_gateway() as gateway:
-        return [run_client(client, gateway.url, SCRIPTED, python=Path(sys.executable))]
+        return [run_client(client, gateway.url, SCRIPTED, python=python) for client in clients]
 
 
 def _run_all(names: Sequence[str], engines: Sequence[str]) -> list[ClientRun]:

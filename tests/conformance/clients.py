@@ -54,6 +54,7 @@ class Client:
 
 CLIENTS: Sequence[Client] = (
     Client("openai", ("openai==3.54.0",), (SCRIPTED, DEMO)),
+    Client("anthropic", ("anthropic==2.14.0",), (SCRIPTED, DEMO)),
     Client("langchain", ("langchain-tests==1.1.9", "langchain-openai==1.7.4")),
     Client("instructor", ("instructor==1.17.0",)),
     Client("litellm", ("litellm==1.109.1",)),

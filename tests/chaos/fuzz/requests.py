@@ -20,6 +20,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 GOOD: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 4},
     "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/tokenize": {"prompt": "some text"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

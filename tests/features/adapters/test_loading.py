@@ -49,6 +49,7 @@ def test_the_official_client_lists_adapters_with_their_parent(server: RunningSer
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
     ],
 )
 def test_a_request_gets_the_adapter_that_its_model_names(
