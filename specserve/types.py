@@ -6,7 +6,7 @@ Everything is frozen. Knows no torch, Ray or HTTP.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from specserve.errors import BadValue
 from specserve.logprobs import Logprobs as Logprobs
 from specserve.logprobs import PromptLogprobs as PromptLogprobs
 from specserve.logprobs import PromptScoring as PromptScoring
+from specserve.request_stats import Stats as Stats
 
 VERIFIERS = ("speculative", "block", "coupled", "lenient")
 GRAMMARS = ("json_schema", "regex", "lark")
@@ -292,43 +293,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Counts of speculation for one request; the fields of the response's `specserve` object."""
-
-    verifier: str
-    lossless: bool
-    rounds: int  # rounds that committed at least one token
-    drafted: int
-    accepted: int
-    target_passes: int  # rounds and prompt chunks
-    anticipated: int = 0
-    resumed: int = 0
-    irreproducible: str | None = None  # as in ModelInfo
-
-    def after(self, earlier: Stats) -> Stats:
-        """Return the sum with the counts of an earlier engine that began the request."""
-        return replace(
-            self,
-            rounds=earlier.rounds + self.rounds,
-            drafted=earlier.drafted + self.drafted,
-            accepted=earlier.accepted + self.accepted,
-            target_passes=earlier.target_passes + self.target_passes,
-            anticipated=earlier.anticipated + self.anticipated,
-            irreproducible=self.irreproducible or earlier.irreproducible,
-        )
-
-    @property
-    def reproducible(self) -> bool:
-        """True if the text's bits do not depend on what else was served."""
-        return self.irreproducible is None
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Accepted draft tokens a round."""
-        return self.accepted / self.rounds if self.rounds else 0.0
 
 
 @dataclass(frozen=True, slots=True)

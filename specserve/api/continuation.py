@@ -71,6 +71,7 @@ class Continuation:
         "num_reasoning_tokens",
         "prompt",
         "stats",
+        "time_to_first_token",
         "token_ids",
     )
 
@@ -99,6 +100,7 @@ class Continuation:
         self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.stats: Stats | None = None  # the latest received
+        self.time_to_first_token: float | None = None  # seconds from the HTTP request's arrival
         self._prompt_parts: list[PromptLogprobs] = []  # up to the first tokens
         self._includes_stop = includes_stop
         visible_ids = {

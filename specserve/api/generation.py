@@ -186,6 +186,7 @@ class Generation:
                     raise WorkerLost(chunk.error or "the engine gave the request up")
                 delta = continuation.add_chunk(chunk)
                 timer.add_tokens(len(delta.token_ids))
+                continuation.time_to_first_token = timer.time_to_first_token
                 if delta.finish is not None:
                     last = delta
                     break

@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.api.choices import Choice, ResponseKind
-from specserve.api.continuation import OutputDelta
+from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.generation import Generation
 from specserve.api.generation_request import GenerationRequest
 from specserve.api.metering import RequestMetrics
 from specserve.api.prompt_logprobs import to_json
 from specserve.api.tokenizer import Tokenizer
+from specserve.request_stats import sum_positions
 from specserve.types import Stats
 
 log = logging.getLogger(__name__)
@@ -139,12 +140,13 @@ class GenerationResponse(Response):
 
     def _speculation(self) -> dict[str, object]:
         """Return the member `specserve`; it is left out when the engine sent no stats."""
-        stats = [
-            continuation.stats
-            for continuation in self._generation.continuations
-            if continuation.stats is not None
-        ]
-        return {"specserve": _speculation_json(stats)} if stats else {}
+        continuations = self._generation.continuations
+        stats = [one.stats for one in continuations if one.stats is not None]
+        if not stats:
+            return {}
+        # The times belong to one text; an answer with several has none.
+        times = _times_json(continuations[0], stats[0]) if len(continuations) == 1 else {}
+        return {"specserve": _speculation_json(stats) | times}
 
 
 class FullResponse(GenerationResponse):
@@ -198,13 +200,24 @@ def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
         "verifier": stats[0].verifier,
         "lossless": all(one.lossless for one in stats),
         "rounds": rounds,
+        "drafts": sum(one.drafts for one in stats),
         "drafted": sum(one.drafted for one in stats),
         "accepted": accepted,
+        "accepted_by_position": sum_positions(one.accepted_by_position for one in stats),
         "mean_accepted_length": accepted / rounds if rounds else 0.0,
         "target_passes": sum(one.target_passes for one in stats),
         "anticipated": sum(one.anticipated for one in stats),
         "resumed": sum(one.resumed for one in stats),
         **reproducible_members(tuple(reasons)),
+    }
+
+
+def _times_json(continuation: Continuation, stats: Stats) -> dict[str, object]:
+    first_token = continuation.time_to_first_token
+    return {
+        "queue_time_ms": round(stats.queue_time_ms, 3),
+        "prefill_time_ms": round(stats.prefill_time_ms, 3),
+        "time_to_first_token_ms": None if first_token is None else round(1e3 * first_token, 3),
     }
 
 

@@ -117,8 +117,8 @@ class Batch:
             entry.proposal for entry in self.entries if entry.gamma and entry.proposal is not None
         ]
 
-    def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
-        """Commit the verdicts, advance the prefilled prompts, and return the chunks."""
+    def commit(self, verdicts: abc.Sequence[Verdict], now: float = 0.0) -> list[Chunk]:
+        """Commit the verdicts of `now`, advance the prefilled prompts, and return the chunks."""
         undecided = {verdict.seq_id: verdict for verdict in verdicts if not verdict.is_decision}
         chunks = []
         for entry in self.entries:
@@ -130,7 +130,7 @@ class Batch:
             if verdict is not None and verdict.prompt_logprobs is not None:
                 chunks.append(sequence.prompt_chunk(verdict))
         return chunks + [
-            entry.sequence.commit(verdict, entry.proposal)
+            entry.sequence.commit(verdict, entry.proposal, now)
             for entry, verdict in self.with_verdicts(verdicts)
         ]
 

@@ -120,6 +120,7 @@ class Coordinator:
             decoder_start=self._info.decoder_start,
             irreproducible=self._info.irreproducible,
         )
+        sequence.queued_at = self._clock()
         self._next_id += 1
         self._live[sequence.seq_id] = sequence
         self.scheduler.queue(sequence)
@@ -222,6 +223,9 @@ class Coordinator:
     async def _propose(self, batch: Batch) -> DraftedBatch:
         """Request proposals; after a failure of the drafter the batch has none."""
         started_at = self._clock()
+        for entry in batch.entries:
+            if entry.sequence.started_at is None:
+                entry.sequence.started_at = started_at
         proposals = await self._workers.propose(batch.draft_steps(), self.pacer.deadline)
         if proposals is None:
             for sequence in self.scheduler.running:
@@ -247,7 +251,7 @@ class Coordinator:
     def _commit(self, drafted: DraftedBatch, verdicts: abc.Sequence[Verdict]) -> None:
         verified_at = self._clock()
         batch, outcomes = drafted.batch, drafted.batch.outcomes(verdicts)
-        self._outbox = self._drop_finished(batch.commit(verdicts))
+        self._outbox = self._drop_finished(batch.commit(verdicts, verified_at))
         self._crash_tracker.record_success()
         self.pacer.observe(
             batch,

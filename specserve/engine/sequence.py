@@ -28,12 +28,16 @@ class Sequence:
 
     __slots__ = (
         "_accepted",
+        "_accepted_by_position",
         "_anticipated",
         "_drafted",
+        "_drafts",
         "_irreproducible",
         "_max_length",
         "_passes",
+        "_prefill_time_ms",
         "_prompt_logprobs",
+        "_queue_time_ms",
         "_rounds",
         "_stop_ids",
         "awaits_grammar",
@@ -46,8 +50,10 @@ class Sequence:
         "grammar",
         "policy",
         "priority",
+        "queued_at",
         "requested_gamma",
         "seq_id",
+        "started_at",
         "target_cached",
         "turn",
     )
@@ -90,6 +96,10 @@ class Sequence:
         )
         self._irreproducible = irreproducible
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
+        self._drafts, self._accepted_by_position = 0, list[int]()
+        self.queued_at = 0.0  # by the coordinator's clock
+        self.started_at: float | None = None  # when its first pass began
+        self._queue_time_ms = self._prefill_time_ms = 0.0  # set with the first token
 
     @property
     def length(self) -> int:
@@ -136,6 +146,10 @@ class Sequence:
             target_passes=self._passes,
             anticipated=self._anticipated,
             irreproducible=self._irreproducible,
+            drafts=self._drafts,
+            accepted_by_position=tuple(self._accepted_by_position),
+            queue_time_ms=self._queue_time_ms,
+            prefill_time_ms=self._prefill_time_ms,
         )
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
@@ -206,10 +220,10 @@ class Sequence:
         logprobs = verdict.prompt_logprobs
         return Chunk(self.seq_id, self.num_generated, (), (), prompt_logprobs=logprobs)
 
-    def commit(self, verdict: Verdict, proposal: Proposal | None) -> Chunk:
+    def commit(self, verdict: Verdict, proposal: Proposal | None, now: float = 0.0) -> Chunk:
         """Append the accepted draft tokens and the next token, up to the first stop.
 
-        This is the only place where a sequence grows.
+        This is the only place where a sequence grows. `now` is the verdict's time.
         """
         if verdict.error is not None:
             return self.end(FinishReason.ERROR, error=verdict.error)
@@ -223,10 +237,14 @@ class Sequence:
         self.advance(stop=len(self.committed) + accepted, proposal=proposal)
         self.committed += tokens
         self._prompt_logprobs = None
+        if not self._rounds and self.started_at is not None:
+            self._queue_time_ms = 1e3 * (self.started_at - self.queued_at)
+            self._prefill_time_ms = 1e3 * (now - self.started_at)
         self._rounds += bool(tokens)
+        self._drafts += bool(drafts)
         self._drafted += len(drafts)
         self._anticipated += proposal is not None and proposal.anticipated is True
-        self._accepted += min(accepted, len(tokens))
+        self._count_accepted(min(accepted, len(tokens)))
         origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
         return Chunk(
@@ -239,6 +257,12 @@ class Sequence:
             self.stats,
             prompt_logprobs=verdict.prompt_logprobs,
         )
+
+    def _count_accepted(self, accepted: int) -> None:
+        self._accepted += accepted
+        self._accepted_by_position += [0] * (accepted - len(self._accepted_by_position))
+        for position in range(accepted):
+            self._accepted_by_position[position] += 1
 
     def end(self, finish: FinishReason, *, error: str | None = None) -> Chunk:
         """End a cancelled or failed sequence and return its last chunk, which has no tokens."""

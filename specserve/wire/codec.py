@@ -60,7 +60,7 @@ _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, num_cached, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQQ??I")  # seq_id, start, gamma, needs_verdict, support
 _VERDICT = struct.Struct("<QQQ?")  # seq_id, accepted, next_token, is_decision
-_STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats after the verifier
+_STATS = struct.Struct("<?QQQQQQQdd")  # the numbers of Stats
 _SPAN = struct.Struct("<dd")  # start, end
 _CHUNK = struct.Struct("<QQ")  # seq_id, start
 _HIDDEN = struct.Struct("<QQQQ")  # seq_id, start, num_positions, num_bytes
@@ -457,14 +457,24 @@ def _write_stats(stats: Stats) -> Row:
         stats.target_passes,
         stats.anticipated,
         stats.resumed,
+        stats.drafts,
     )
-    return stats.verifier, _STATS.pack(stats.lossless, *counts), stats.irreproducible
+    numbers = _STATS.pack(stats.lossless, *counts, stats.queue_time_ms, stats.prefill_time_ms)
+    by_position = pack_column("I", stats.accepted_by_position)
+    return stats.verifier, numbers, stats.irreproducible, by_position
 
 
 def _read_stats(row: Any) -> Stats:
-    verifier, numbers, irreproducible = row
-    reason = None if irreproducible is None else require_text(irreproducible)
-    return replace(Stats(require_text(verifier), *_STATS.unpack(numbers)), irreproducible=reason)
+    verifier, numbers, irreproducible, by_position = row
+    *counts, drafts, queue_time_ms, prefill_time_ms = _STATS.unpack(numbers)
+    return replace(
+        Stats(require_text(verifier), *counts),
+        irreproducible=None if irreproducible is None else require_text(irreproducible),
+        drafts=drafts,
+        accepted_by_position=unpack_column("I", by_position),
+        queue_time_ms=queue_time_ms,
+        prefill_time_ms=prefill_time_ms,
+    )
 
 
 def write_chunk(chunk: Chunk, arrays: ArrayWriter) -> Row:

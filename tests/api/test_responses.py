@@ -64,14 +64,21 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.Ope
         "verifier",
         "lossless",
         "rounds",
+        "drafts",
         "drafted",
         "accepted",
+        "accepted_by_position",
         "mean_accepted_length",
         "target_passes",
         "anticipated",
         "resumed",
         "reproducible",
+        "queue_time_ms",
+        "prefill_time_ms",
+        "time_to_first_token_ms",
     ]
+    assert (answer.specserve["queue_time_ms"], answer.specserve["prefill_time_ms"]) == (1.5, 20.25)
+    assert answer.specserve["time_to_first_token_ms"] > 0
 
 
 def test_a_chat_answers_as_the_assistant(client: openai.OpenAI) -> None:
@@ -185,7 +192,9 @@ def test_several_prompts_and_n_are_choices_in_order(server: RunningServer) -> No
         "completion_tokens": 30,
         "total_tokens": sum(lengths) // 2 + 30,
     }
-    assert answer["specserve"]["rounds"] == 6 * 3
+    assert answer["specserve"]["rounds"] == answer["specserve"]["drafts"] == 6 * 3
+    assert answer["specserve"]["accepted_by_position"] == [6, 6]
+    assert not [name for name in answer["specserve"] if name.endswith("_ms")], "each has its own"
     assert len({request.seed for request in server.service.requests}) == 2
     chunks = server.ask("/v1/completions", body | {"stream": True}).events
     finished = [

@@ -691,6 +691,21 @@ def test_run_sleeps_without_work_wakes_for_it_and_ends_the_rest_when_closed() ->
     assert served.target.caches == {}
 
 
+def test_stats_have_the_times_until_the_first_pass_and_from_there_to_the_first_token() -> None:
+    served = Served(alpha=None, max_running=1, max_batch_tokens=32)
+    first = served.submit(*[1] * 40, max_tokens=3)
+    served.clock.now += 0.5
+    second = served.submit(1, 2, 3)
+    served.finish()
+    begun = served.chunks(first)[0].stats
+    assert begun is not None
+    found = [
+        (round(stats.queue_time_ms, 6), round(stats.prefill_time_ms, 6))
+        for stats in (begun, served.stats(first), served.stats(second))
+    ]
+    assert found == [(500, 20), (500, 20), (40, 10)], "10 ms a pass; the first has a prompt of two"
+
+
 def test_auto_gamma_follows_a_virtual_clock_up_and_down() -> None:
     good, bad = (
         Served(alpha=0.95, gamma=None, max_gamma=12),

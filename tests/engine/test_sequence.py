@@ -111,6 +111,16 @@ def test_the_first_committed_stop_ends_the_text_and_a_rejected_one_does_not(
     assert chunk.stats == sequence.stats
 
 
+def test_accepted_draft_tokens_are_counted_by_their_position() -> None:
+    sequence = make()
+    commit(sequence, (), accepted=0, next_token=1)
+    for accepted in (2, 0, 1):
+        chunk = commit(sequence, (10, 11, 12), accepted=accepted, next_token=1)
+    assert counts(chunk) == (4, 9, 3)
+    assert chunk.stats is not None
+    assert (chunk.stats.drafts, chunk.stats.accepted_by_position) == (3, (2, 1))
+
+
 def test_ignore_eos_ignores_the_models_end_but_not_the_requests_own_stops() -> None:
     sequence = make(ignore_eos=True, stop_token_ids=frozenset({STOP}))
     assert commit(sequence, (10, EOS), accepted=2, next_token=EOS).finish is None

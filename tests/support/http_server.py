@@ -136,6 +136,10 @@ class FakeService:
                 drafted=4 * rounds,
                 accepted=stop - rounds,
                 target_passes=rounds + 1,
+                drafts=rounds,
+                accepted_by_position=_by_position(stop, rounds),
+                queue_time_ms=1.5,
+                prefill_time_ms=20.25,
             )
             is_last = stop == len(ids)
             yield Chunk(0, start, tokens, origins, logprobs, finish if is_last else None, stats)
@@ -148,6 +152,13 @@ class FakeService:
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:
         return {"traceEvents": []} | ({} if last is None else {"rounds": last})
+
+
+def _by_position(num_tokens: int, rounds: int) -> tuple[int, ...]:
+    """Return how many of the rounds accepted their first, second, ... draft token."""
+    sizes = [size for _, size in zip(range(rounds), cycle(_ROUNDS), strict=False)]
+    sizes[-1] -= sum(sizes) - num_tokens
+    return tuple(sum(size > n for size in sizes) for n in range(1, max(sizes)))
 
 
 def prompt_logprobs(request: Request) -> PromptLogprobs:

@@ -144,7 +144,16 @@ verdicts = st.builds(
     st.booleans(),
 )
 spans = st.builds(Span, st.text(), reals, reals)
-stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
+stats = st.builds(
+    Stats,
+    st.text(),
+    st.booleans(),
+    *(counts for _ in range(6)),
+    drafts=counts,
+    accepted_by_position=st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
+    queue_time_ms=reals,
+    prefill_time_ms=reals,
+)
 chunks = st.builds(
     Chunk,
     counts,

@@ -378,6 +378,12 @@ def test_a_text_resumes_on_another_engine_where_it_was(
             return [chunk async for chunk in replicas.generate(REQUEST)]
 
         listening = asyncio.create_task(listen())
+        lost = Stats(
+            *("block", True, 1, 3, 2, 2),
+            irreproducible="a GPU",
+            drafts=1,
+            accepted_by_position=(1, 1),
+        )
         for life, tokens in enumerate(((5, 6), (), (7,))):
             await engine.called(life + 1)
             for start, token in enumerate(tokens, len(engine.requests[-1].generated)):
@@ -386,7 +392,7 @@ def test_a_text_resumes_on_another_engine_where_it_was(
                         (
                             replace(
                                 chunk(engine.numbers[life], start, token),
-                                stats=Stats("block", True, 1, 3, 2, 2, irreproducible="a GPU"),
+                                stats=replace(lost, queue_time_ms=life + 1.0),
                             ),
                         )
                     )
@@ -395,7 +401,12 @@ def test_a_text_resumes_on_another_engine_where_it_was(
             ending(engine.calls[life].result)
         await engine.called(4)
         sender.send(Chunks((chunk(engine.numbers[0], 3, 99),)))  # an engine that was thought dead
-        stats = Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)
+        stats = Stats(
+            *("block", True, 1, 3, 2, 2),
+            drafts=1,
+            accepted_by_position=(1, 0, 1),
+            queue_time_ms=9.0,
+        )
         sender.send(
             Chunks((replace(chunk(engine.numbers[3], 3, 8, FinishReason.LENGTH), stats=stats),))
         )
@@ -403,8 +414,13 @@ def test_a_text_resumes_on_another_engine_where_it_was(
         assert [token for one in heard for token in one.tokens] == [5, 6, 7, 8]
         assert [request.generated for request in engine.requests] == [(), (5, 6), (5, 6), (5, 6, 7)]
         assert heard[-1].stats == Stats(
-            "block", True, 3, 9, 6, 6, resumed=3, irreproducible="a GPU"
+            *("block", True, 3, 9, 6, 6),
+            resumed=3,
+            irreproducible="a GPU",
+            drafts=3,
+            accepted_by_position=(3, 2, 1),
         )
+        assert heard[-1].stats.queue_time_ms == 1, "of the engine that began"
         assert len(engine.resumed) == 3
 
     run(scenario)
