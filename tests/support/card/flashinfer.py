@@ -237,7 +237,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
             continue
         length = (len(own) - 1) * keys.shape[1] + size
         k, v = (
-            pool.float()[own].flatten(0, 1)[:length].repeat_interleave(shared, 1)
+            pool[own].float().flatten(0, 1)[:length].repeat_interleave(shared, 1)
             for pool in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scaling
