@@ -67,7 +67,7 @@ print(done)
 """
 
 
-def speed_of_two() -> float:
+def speed_of_two(turns: int) -> float:
     """Return how much two processes multiply at once, as a multiple of one alone.
 
     It is 2 for two cores, and little more than 1 for two threads of one core.
@@ -85,7 +85,7 @@ def speed_of_two() -> float:
         ]
         return sum(int(process.communicate()[0]) for process in processes)
 
-    return median(done(2) / done(1) for _ in range(3))
+    return median(done(2) / done(1) for _ in range(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +251,10 @@ def main() -> None:
         serve(options.serve)
         return
     turns, passes = (1, 2) if options.quick else (options.turns, PASSES)
-    settings = list(SETTINGS)[: 2 if options.quick else None]
+    settings = list(SETTINGS)[1:2] if options.quick else list(SETTINGS)
     others = NEIGHBOURS[: 1 if options.quick else None]
     busy = mean(psutil.cpu_percent(0.5) for _ in range(1 if options.quick else 4))
-    together = speed_of_two()
+    together = speed_of_two(1 if options.quick else 3)
     with tempfile.TemporaryDirectory() as scratch:
         target = DEMO / "target"
         if not options.quick:

@@ -51,14 +51,20 @@ class DemoFamily:
 
     @staticmethod
     @contextmanager
-    def widened(params: int, report_progress: ReportProgress = no_progress) -> Iterator[DemoFamily]:
-        """Yield a family in a temporary directory."""
+    def widened(
+        params: int,
+        report_progress: ReportProgress = no_progress,
+        *,
+        num_files: int | None = None,
+    ) -> Iterator[DemoFamily]:
+        """Yield a family in a temporary directory, of tables counted from `num_files` files."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             reached = inflate(DEMO / "target", params, directory / "target", report_progress)
             report_progress("counting tables")
             tokenizer = Tokenizer.load(DEMO / "target")
-            texts = (tokenizer.encode(text, special=False) for text in standard_library().train)
+            files = standard_library().train[:num_files]
+            texts = (tokenizer.encode(text, special=False) for text in files)
             save_tables(
                 count_texts(texts, keep=SUPPORT, fingerprint=tokenizer.fingerprint),
                 directory / TABLES_FILE,

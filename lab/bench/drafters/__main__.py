@@ -16,7 +16,7 @@ import torch
 
 from lab.bench.drafters import options, report
 from lab.bench.drafters.copy_model import CopyModel, TrainingBudget
-from lab.bench.drafters.eagle_rounds import trained_head
+from lab.bench.drafters.eagle_rounds import NUM_FILES, trained_head
 from lab.bench.drafters.options import Budget
 from lab.bench.drafters.rewriting import RewritingCorpus
 from lab.papers.family import DemoFamily
@@ -31,7 +31,9 @@ class SectionInputs:
 
     @cached_property
     def family(self) -> DemoFamily:
-        return self._stack.enter_context(DemoFamily.widened(self.budget.params))
+        return self._stack.enter_context(
+            DemoFamily.widened(self.budget.params, num_files=self.budget.files)
+        )
 
     @cached_property
     def copy_model(self) -> CopyModel:
@@ -42,7 +44,9 @@ class SectionInputs:
     @cached_property
     def head(self) -> Path:
         cache = self.new_directory() if self._cache is None else self._cache / "eagle"
-        return trained_head(cache, minutes=self.budget.minutes)
+        return trained_head(
+            cache, minutes=self.budget.minutes, num_files=self.budget.files or NUM_FILES
+        )
 
     def new_directory(self) -> Path:
         """Create a directory that is deleted when the command ends."""

@@ -88,12 +88,12 @@ class RoundsMeasurement:
         return self.tokens / self.seconds
 
 
-def trained_head(directory: Path, *, minutes: float) -> Path:
+def trained_head(directory: Path, *, minutes: float, num_files: int) -> Path:
     """Return the head of the demo target in `directory`, which is trained if it is not there."""
     head, texts = directory / "eagle", directory / "texts"
     if not (head / "config.json").is_file():
         texts.mkdir(parents=True, exist_ok=True)
-        files = [texts / f"{number}.py" for number in range(NUM_FILES)]
+        files = [texts / f"{number}.py" for number in range(num_files)]
         for file, text in zip(files, standard_library().train[::4], strict=False):
             file.write_text(text, encoding="utf-8")
         log.info(

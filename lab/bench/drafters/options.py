@@ -26,6 +26,8 @@ class Budget:
     rounds: int = 300
     passes: int = 30
     threads: int = 1
+    files: int | None = None
+    """Files of the library that tables are counted from and a head learns from; None: all."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -101,10 +103,12 @@ QUICK = Budget(
     context=512,
     rounds=3,
     passes=3,
+    files=20,
 )
 
 
 def budget(options: argparse.Namespace) -> Budget:
     if options.quick:
         return QUICK
-    return Budget(**{name: getattr(options, name) for name in Budget.__dataclass_fields__})
+    stated = vars(options)
+    return Budget(**{name: stated[name] for name in Budget.__dataclass_fields__ if name in stated})

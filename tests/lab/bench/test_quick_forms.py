@@ -31,7 +31,7 @@ IN_PROCESS = {
     "lab.bench.quantized": (),
     "lab.bench.structured": (),
     "lab.bench.tasks": (),
-    "tests.chaos.fuzz": (),
+    "tests.chaos.fuzz": ("--only", "frames", "key_files"),  # all kinds: tests/chaos/test_fuzz.py
     "tests.families": (),
     "tests.conformance": (),
     "tests.support.card.noise": (),

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lab.papers import formulas
+from lab.papers import family, formulas
 from lab.papers.__main__ import main
 from lab.papers.contest import DraftCounts, _count_round
 from lab.papers.options import TABLES
 from lab.papers.published import TABLE_1, TABLE_2, TRADE_OFFS
 from specserve import theory
+from specserve.demo.corpus import Corpus, standard_library
 
 TINY = [
     "--params",
@@ -77,8 +78,11 @@ def test_a_formula_table_is_printed_without_models(capsys: pytest.CaptureFixture
 
 
 def test_the_whole_page_is_written_with_its_plots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    corpus = standard_library()
+    few = Corpus(corpus.train[:20], corpus.held_out)  # to count tables from
+    monkeypatch.setattr(family, "standard_library", lambda: few)
     assert main(["--out", str(tmp_path), *TINY]) == 0
     page = (tmp_path / "reproduction.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
