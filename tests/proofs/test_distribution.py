@@ -15,9 +15,17 @@ from torch import Tensor
 from specserve.sampling import verify
 from specserve.sampling.drafts import DraftBatch
 from specserve.types import VERIFIERS, Warp
-from tests.proofs.distribution import CONTROL_FACTOR, Proof, all_cases, page, prove
+from tests.proofs.distribution import (
+    CONTROL_FACTOR,
+    Proof,
+    all_cases,
+    cases_to_repeat,
+    page,
+    pools,
+    prove,
+)
 from tests.support.cascade_engines import CASCADES
-from tests.support.chi_square import Fit
+from tests.support.chi_square import Fit, ScoreTest
 from tests.support.continuations import (
     COUNTED,
     DRAFTERS,
@@ -218,8 +226,30 @@ def test_the_page_states_sizes_and_p_values(pairs: Pairs) -> None:
     ]
     chosen += [Case("each", "none", 0), Case("lenient", "full", 2, lenience=2.0)]
     proofs: list[Proof] = list(prove(pairs, enumerate(chosen), 300))
-    text = page(proofs, [], jobs=1, seconds=60)
+    pooled = list(pools(proofs))
+    text = page(proofs, [], pooled=pooled, jobs=1, seconds=60)
     assert "2,700 continuations" in text
     assert text.count("\n| speculative |") == 2
-    assert page(proofs, proofs[:1], jobs=1, seconds=60).count("\n| speculative |") == 3
+    repeated = page(proofs, proofs[:1], pooled=pooled, jobs=1, seconds=60)
+    assert repeated.count("\n| speculative |") == 4, "the case and its verifier, again"
     assert f"{proofs[0].fit.p_value:.3f}" in text
+
+
+def test_an_outlier_is_repeated_alone_or_with_its_verifier(pairs: Pairs) -> None:
+    """Call lossy results lossless: one is an outlier, three others are together."""
+    lossy = [Case("lenient", "full", gamma, lenience=2.0) for gamma in (1, 2, 3, 4)]
+    (right,) = prove(pairs, [(0, Case("block", "full", 2))], 100)
+    called = [
+        replace(proof, result=replace(proof.result, case=replace(proof.case, lenience=1.0)))
+        for proof in prove(pairs, enumerate(lossy, 1), 100)
+    ]
+    quiet = [replace(proof, fit=Fit(), score=ScoreTest()) for proof in called[1:]]
+    alone = [right, replace(called[0], result=right.result), *quiet]
+    assert cases_to_repeat(alone, []) == [(6, right.case)]
+    together = list(pools([right, *quiet]))
+    assert [pool.name for pool in together] == ["block", "lenient"]
+    assert cases_to_repeat([right, *quiet], together) == [
+        (5, quiet[0].case),
+        (6, quiet[1].case),
+        (7, quiet[2].case),
+    ]
