@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,11 @@ def decoded(model: Runner, counts: Sequence[int], *, turns: int = 3) -> Tensor:
     return torch.cat(out).cpu()
 
 
+@cache
+def decoded_on_cpu(path: Path, counts: tuple[int, ...]) -> Tensor:
+    return decoded(runner(path, "cpu"), counts)
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 1), (5, 1, 60)], ids=["even", "uneven"])
 @pytest.mark.parametrize("attention", ["sdpa", "invariant"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +85,7 @@ def test_logits_are_those_of_the_cpu(
     directory: Path, card: str, kind: str, attention: str, counts: tuple[int, ...]
 ) -> None:
     path = checkpoint(directory, kind)
-    expected = decoded(runner(path, "cpu"), counts)
+    expected = decoded_on_cpu(path, counts)
     with emulated_cards() if card == "emulated" else nullcontext():
         found = decoded(runner(path, "cuda", attention=attention), counts)
     tolerance = 5e-4 if card == "emulated" else 1e-2
