@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from specserve.cli import serve as serve_command
+from specserve.cli.main import main
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, Unavailable
 from tests.support.processes import command_of, name_of, own_processes
@@ -203,22 +204,29 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         process.communicate()
 
 
+def test_a_cluster_that_cannot_serve_is_said_in_one_line() -> None:
+    process = serve("--port", str(free_port()), "--set", "target.device=cuda")
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert "needs 1 GPU (target-0 1), the cluster has 0" in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
-        (["--set", "target.device=cuda"], "needs 1 GPU (target-0 1), the cluster has 0"),
         (
             ["--set", "speculation.gama=3"],
             "unknown key speculation.gama; did you mean speculation.gamma?",
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(
-        timeout=PATIENCE_S
-    )
-    assert process.returncode == 2
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", str(free_port()), *arguments]) == 2
+    errors = capfd.readouterr().err
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
 
