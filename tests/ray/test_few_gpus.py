@@ -29,7 +29,7 @@ KEYS: dict[str, object] = {
 }
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def num_gpus(request: pytest.FixtureRequest) -> Iterator[int]:
     """Start a Ray with that many GPUs, which are declared and not there."""
     gpus: int = request.param
