@@ -60,6 +60,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, perturb(target, root / "draft", 0.3)
 
 
+@pytest.fixture(scope="module")
+def alone(pair: tuple[Path, Path]) -> list[str]:
+    """Return the texts of the target in one process, with nothing drafted."""
+    keys: dict[str, object] = {
+        "target": {"path": str(pair[0]), "dtype": "float32", "threads": 1},
+        "draft": {"kind": "none"},
+        "cache": {"pages": 256},
+    }
+    with LLM.from_config(config_from_keys(keys)) as llm:
+        outputs = llm.generate(PROMPTS, Sampling(max_tokens=24, temperature=0, ignore_eos=True))
+    return [output.text for output in outputs]
+
+
 def texts(url: str) -> list[str]:
     """Return the texts that the official client receives."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -72,9 +85,9 @@ def texts(url: str) -> list[str]:
     return [answer.choices[0].text for answer in answers]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_text_is_the_same(
-    cluster: dict[str, str], pair: tuple[Path, Path], ranks: int
+    cluster: dict[str, str], pair: tuple[Path, Path], alone: list[str], ranks: int
 ) -> None:
     keys: dict[str, object] = {
         "model": "tiny",
@@ -105,12 +118,7 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
         len({place.accelerators for name, place in places.items() if name != "draft"}) == ranks
     ), "two ranks share a device"
     assert places["draft"].accelerators == ("0",)
-    alone = {key: value for key, value in keys.items() if key != "target"} | {
-        "target": {"path": str(pair[0]), "dtype": "float32", "threads": 1}
-    }
-    with LLM.from_config(config_from_keys(alone)) as llm:
-        outputs = llm.generate(PROMPTS, Sampling(max_tokens=24, temperature=0, ignore_eos=True))
-    assert written == [output.text for output in outputs]
+    assert written == alone
 
 
 def test_a_process_is_examined_on_its_own_node(cluster: dict[str, str]) -> None:
