@@ -5,6 +5,7 @@ It does so with any batching, drafter, preemption and number of ranks.
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -252,8 +253,10 @@ def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Text
 @pytest.fixture(scope="module")
 def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[TwoRankCase, Texts]:
     root = pairs["llama"].target.parent
-    spawn: Any = mp.spawn  # type: ignore[attr-defined]
-    spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    # Ranks are forked from one process that has imported everything.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    ranks: Any = mp
+    ranks.start_processes(rank_main, (str(root),), nprocs=RANKS, start_method="forkserver")
     return pickle.loads((root / "texts.pickle").read_bytes())  # type: ignore[no-any-return]
 
 
