@@ -251,7 +251,7 @@ def main() -> None:
         serve(options.serve)
         return
     turns, passes = (1, 2) if options.quick else (options.turns, PASSES)
-    settings = list(SETTINGS)[1:2] if options.quick else list(SETTINGS)
+    settings = list(SETTINGS)[2:3] if options.quick else list(SETTINGS)
     others = NEIGHBOURS[: 1 if options.quick else None]
     busy = mean(psutil.cpu_percent(0.5) for _ in range(1 if options.quick else 4))
     together = speed_of_two(1 if options.quick else 3)
