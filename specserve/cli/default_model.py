@@ -34,7 +34,7 @@ def default_model() -> dict[str, object]:
     return {
         "model": NAME,
         "target": {"path": str(file), "dtype": "float32"},
-        "draft": {"kind": "prompt_copy"},
+        "draft": {"kind": "eagle", "path": str(DEMO / NAME)},
     }
 
 

@@ -27,10 +27,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_model_of_the_package_is_served_with_a_draft(package: Path) -> None:
+def test_the_model_of_the_package_is_served_with_the_draft_that_ships(package: Path) -> None:
     config = config_from_file(None, default_model=default_model.default_model)
     assert (config.model, config.target.path) == ("smollm2", str(package))
-    assert config.draft.kind == "prompt_copy"
+    assert (config.draft.kind, config.draft.path) == ("eagle", str(DEMO / "smollm2"))
+    assert {"config.json", "model.safetensors"} <= {
+        file.name for file in (DEMO / "smollm2").iterdir()
+    }
     assert default_model.default_model_notice(config) is None
 
 
