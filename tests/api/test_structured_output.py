@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -23,6 +21,7 @@ from specserve.api.tools.offer import SEPARATORS
 from specserve.api.tools.parse import CallParser, merge_deltas
 from specserve.errors import BadValue
 from specserve.types import Chunk, Grammar, Request, Warp
+from tests.support import pages as guide
 from tests.support.http_server import FakeService, demo_tokenizer, serving
 
 SCHEMA = {
@@ -168,15 +167,12 @@ def test_an_optional_call_is_forced_from_its_trigger_on(llm: LLM, before: str) -
 
 
 def test_the_examples_of_the_docs_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md").read_text()
+    name = "structured-output.md"
+    (program,) = guide.programs(
+        [one for one in guide.blocks() if one.page.name == name and one.language == "python"]
+    )
     with serving(LLMService(llm), max_context=1024) as server:
-        program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-        code = compile(
-            program.replace("http://127.0.0.1:8000", server.url),
-            "docs/guides/structured-output.md",
-            "exec",
-            dont_inherit=True,
-        )
+        code = compile(program.filled(server.url), name, "exec", dont_inherit=True)
         names: dict[str, Any] = {"__name__": "docs"}
         exec(code, names)
         names["client"].close()
