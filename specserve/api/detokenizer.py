@@ -37,6 +37,7 @@ class IncrementalDetokenizer:
         visible_ids: Collection[int] = (),
         includes_stop: bool = False,
     ) -> None:
+        self.hit_stop_string = False
         self.stop_string: str | None = None  # that ended the text
         # Tokens pushed until now; after a stop string, up to the one that completed it.
         self.num_tokens = 0
@@ -51,10 +52,6 @@ class IncrementalDetokenizer:
         for token in prefix_ids[-_CONTEXT:]:
             self._utf8.decode(tokenizer.token_bytes(token))
         self._pending = ""  # text that is not emitted yet
-
-    @property
-    def hit_stop_string(self) -> bool:
-        return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the text that can be emitted now."""
@@ -95,7 +92,7 @@ class IncrementalDetokenizer:
             if found:
                 # The first to be complete; of several that end together, the longest.
                 end, at = min(found)
-                self.stop_string = self._pending[at:end]
+                self.hit_stop_string, self.stop_string = True, self._pending[at:end]
                 self._pending = self._pending[: end if self._includes_stop else at]
         return self.hit_stop_string
 

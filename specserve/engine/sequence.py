@@ -244,7 +244,8 @@ class Sequence:
         self._drafts += bool(drafts)
         self._drafted += len(drafts)
         self._anticipated += proposal is not None and proposal.anticipated is True
-        self._count_accepted(min(accepted, len(tokens)))
+        if accepted:
+            self._count_accepted(min(accepted, len(tokens)))
         origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
         return Chunk(

@@ -381,7 +381,7 @@ def test_a_command_widens_the_demo_unless_it_says_another_size_or_model(
 @pytest.mark.parametrize(
     ("keys", "target", "draft"),
     [
-        ({}, "talks.gguf", "eagle"),
+        ({}, "talks.gguf", "max_gram"),
         ({"draft.kind": "prompt_copy"}, "talks.gguf", "prompt_copy"),
         ({"draft.kind": "none"}, "talks.gguf", "none"),
         ({"target.path": "org/model"}, "org/model", "none"),
@@ -391,7 +391,7 @@ def test_a_command_widens_the_demo_unless_it_says_another_size_or_model(
 def test_the_default_model_brings_a_draft_unless_the_keys_name_one(
     keys: dict[str, object], target: str, draft: str
 ) -> None:
-    default = {"target": {"path": "talks.gguf"}, "draft": {"kind": "eagle", "path": "head"}}
+    default = {"target": {"path": "talks.gguf"}, "draft": {"kind": "max_gram", "path": "tables"}}
     config = config_from_file(None, keys, default_model=lambda: default)
     assert (config.target.path, config.draft.kind) == (target, draft)
 
