@@ -460,7 +460,7 @@ def _write_stats(stats: Stats) -> Row:
         stats.drafts,
     )
     numbers = _STATS.pack(stats.lossless, *counts, stats.queue_time_ms, stats.prefill_time_ms)
-    by_position = stats.accepted_by_position and pack_column("I", stats.accepted_by_position)
+    by_position = pack_column("I", stats.accepted_by_position)
     return stats.verifier, numbers, stats.irreproducible, by_position
 
 
