@@ -186,8 +186,8 @@ class Generation:
                     raise WorkerLost(chunk.error or "the engine gave the request up")
                 delta = continuation.add_chunk(chunk)
                 timer.add_tokens(len(delta.token_ids))
-                continuation.time_to_first_token = timer.time_to_first_token
                 if delta.finish is not None:
+                    continuation.time_to_first_token = timer.time_to_first_token
                     last = delta
                     break
                 if chunk.prompt_logprobs is None or not delta.is_empty:

@@ -76,15 +76,15 @@ class RequestTimer:
 
     __slots__ = ("_first_token", "_last_tokens", "_metrics", "_start")
 
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from the request's arrival; None before the first token."""
-        return None if self._first_token is None else self._first_token - self._start
-
     def __init__(self, metrics: RequestMetrics, start: float) -> None:
         self._metrics, self._start = metrics, start
         self._first_token: float | None = None
         self._last_tokens = start
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival; None before the first token."""
+        return None if self._first_token is None else self._first_token - self._start
 
     def add_tokens(self, count: int) -> None:
         """Count tokens that have arrived."""

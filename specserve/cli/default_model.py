@@ -41,7 +41,7 @@ def default_model() -> dict[str, object]:
 def default_model_notice(config: Config) -> str | None:
     """Return how to have a model that talks, where the small pair is served for want of it."""
     is_pair = config.target.path == str(DEMO / "target")
-    return HINT if is_pair and chat_model_file() is None else None
+    return HINT if is_pair and _installed_file() is None else None
 
 
 def chat_model_file() -> Path | None:
@@ -49,11 +49,8 @@ def chat_model_file() -> Path | None:
 
     Raises ConfigError for a file of that name that is not the one which the draft was made for.
     """
-    package = find_spec(PACKAGE)
-    if package is None or package.origin is None or find_spec("gguf") is None:
-        return None
-    file = Path(package.origin).parent / FILE
-    if not file.is_file():
+    file = _installed_file()
+    if file is None:
         return None
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -63,3 +60,11 @@ def chat_model_file() -> Path | None:
             f"{SHA256[:16]}...; install the package again, or name a target"
         )
     return file
+
+
+def _installed_file() -> Path | None:
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None or find_spec("gguf") is None:
+        return None
+    file = Path(package.origin).parent / FILE
+    return file if file.is_file() else None

@@ -159,9 +159,9 @@ def config_from_file(
         or given.get("models")
     )
     if default_model is not None and not names_target:
-        names_draft = _section(given, "draft").keys() & {"kind", "path"}
-        without = {"draft"} if names_draft else set[str]()
-        below = {key: value for key, value in default_model().items() if key not in without}
+        below = dict(default_model())
+        if _section(given, "draft").keys() & {"kind", "path"}:
+            below.pop("draft", None)
         given = _merge(below, given)
     return config_from_keys(given)
 

@@ -45,6 +45,8 @@ def test_a_file_with_another_hash_is_not_opened(package: Path) -> None:
         None, {"target.path": "org/model"}, default_model=default_model.default_model
     )
     assert named.target.path == "org/model", "a named target needs no package"
+    pair = config_from_file(None, {"demo.size": "none"}, default_model=default_model.default_model)
+    assert default_model.default_model_notice(pair) is None, "nor does our pair"
 
 
 def test_without_the_package_the_pair_is_served_and_a_line_says_how_to_have_the_other() -> None:
