@@ -69,6 +69,11 @@ class ZenKernel:
         )
         return out
 
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
+
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         raise NotImplementedError
 

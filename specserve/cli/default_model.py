@@ -33,7 +33,7 @@ def default_model() -> dict[str, object]:
         return {"demo": {"size": WIDENED if available_memory() > MEMORY_OF_WIDENED else "none"}}
     return {
         "model": NAME,
-        "target": {"path": str(file), "dtype": "float32"},
+        "target": {"path": str(file)},
         "draft": {"kind": "eagle", "path": str(DEMO / NAME)},
     }
 

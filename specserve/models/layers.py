@@ -100,11 +100,13 @@ def is_packed_format(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Module):
     """The product x W^T + b with a packed weight.
 
-    Row-invariant: a row's result does not depend on how many rows come with it.
+    Row-invariant: a row's result does not depend on how many rows come with it. It has the rows'
+    number format, or float32 if it `is_unrounded`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
+        self.is_unrounded = False
         self.out_features, self.in_features = weight.shape
         weights, self.kernel = current_weights(), kernel_for(weight)
         self.weight = weights.pack(weight, self.kernel)
@@ -112,7 +114,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        out = self.kernel.product(rows, self.weight, self.out_features, self.bias, None)
+        given = rows, self.weight, self.out_features, self.bias
+        out = (
+            self.kernel.unrounded_product(*given)
+            if self.is_unrounded
+            else self.kernel.product(*given, None)
+        )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -284,6 +291,25 @@ def pack_linears(module: nn.Module) -> None:
             setattr(module, name, Float8Linear(small, child.bias))
         elif can_pack(weight):
             setattr(module, name, PackedLinear(weight, child.bias))
+
+
+def take_head(parent: Any) -> nn.Module:
+    """Return the vocabulary head of a model in place of its own, with unrounded logits."""
+    pack_linears(parent.lm_head)  # a rank's share is nested; the whole head is a plain linear
+    is_whole = isinstance(parent.lm_head, nn.Linear)
+    head: nn.Module = take_linear(parent, "lm_head") if is_whole else parent.lm_head
+    leave_unrounded(head)
+    return head
+
+
+def leave_unrounded(head: nn.Module) -> None:
+    """Make a vocabulary head whose weight is packed return its logits in float32.
+
+    In bf16 close ones would round to the same number, and the lowest id of these be the likeliest.
+    """
+    for part in head.modules():
+        if isinstance(part, PackedLinear):
+            part.is_unrounded = True
 
 
 def weight_of_linear(module: Any) -> Tensor | None:  # [out, in]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
@@ -20,8 +20,8 @@ from specserve.models.layers import (
     HeadShape,
     ScaledLinear,
     join_linears,
-    pack_linears,
     take_gate,
+    take_head,
     take_linear,
 )
 from specserve.models.layout import Layout
@@ -57,12 +57,7 @@ class FusedNetwork:
         self.layers = _fused_layers(loaded, cache, attention, shard)
         self.keys, self.values = cache.keys, cache.values  # of each layer
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps)
-        pack_linears(module.lm_head)  # a rank's share is nested; the whole head is a plain linear
-        self._head = (
-            take_linear(module, "lm_head")
-            if isinstance(module.lm_head, nn.Linear)
-            else module.lm_head
-        )
+        self._head = take_head(module)
         self._compiled: CompiledLayers | Literal[False] | None = None  # None: not yet known
         self.rotary = rotary_table(body.rotary_emb, self.embedding, loaded.spec.max_context)
         self._unrotated = None if all(_layer_rotations(config)) else _identity_table(self.rotary)

@@ -21,7 +21,7 @@ from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.falcon import attend_by
 from specserve.models.float8_pages import UNSCALED
 from specserve.models.hidden_taps import HiddenTaps
-from specserve.models.layers import pack_linears
+from specserve.models.layers import leave_unrounded, pack_linears
 from specserve.models.layout import Layout
 from specserve.models.llama import FusedNetwork
 from specserve.models.shard import GatheredHead, Shard
@@ -152,6 +152,7 @@ class LibraryNetwork:
         if loaded.config.model_type == "falcon":
             attend_by(module, library_attention)
         pack_linears(module)
+        leave_unrounded(module.get_output_embeddings())
         if returns_hidden:
             module.get_output_embeddings().register_forward_pre_hook(
                 lambda _, given: self._hidden.append(given[0][0])

@@ -78,8 +78,9 @@ class HeadsDrafter:
             [self._target.latest_hidden[step.seq_id].row for step in steps]
         )  # [seqs, hidden]
         ids = to_device(np.array([step.tokens[-1] for step in steps]), hidden.device)
+        embedded = self._network.embed(ids)  # hidden states may lie beside logits in float32
         predicted = (
-            self._heads(hidden, self._network.embed(ids)).transpose(0, 1).flatten(0, 1)
+            self._heads(hidden.to(embedded.dtype), embedded).transpose(0, 1).flatten(0, 1)
         )  # [seqs * heads, hidden]
         chosen = [
             i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)

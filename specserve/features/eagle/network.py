@@ -27,6 +27,7 @@ from specserve.models.layers import (
     PackedLinear,
     PlainLinear,
     join_linears,
+    leave_unrounded,
     make_linear,
     take_gate,
     take_linear,
@@ -191,6 +192,7 @@ class EagleNetwork:
         ]
         self._norm_head = parts.norm("norm")
         self._head: PackedLinear | PlainLinear = make_linear(parts.read("lm_head.weight"))
+        leave_unrounded(self._head)
         ids = weights.target_ids()
         self._target_ids = None if ids is None else ids.to(device)
         self._rotary = rotary_table(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specserve.models.attention import AttentionVariant, GroupedAttention, attend_cached
 from specserve.models.attention_kernels import invariant_kernel
@@ -22,7 +22,7 @@ from specserve.models.layers import (
     AnyLinear,
     HeadShape,
     join_linears,
-    pack_linears,
+    take_head,
     take_linear,
 )
 from specserve.models.layout import AttentionGroup, Layout
@@ -59,12 +59,7 @@ class T5Network:
             if getattr(loaded.config, "scale_decoder_outputs", False)
             else 1.0
         )  # where the head is the embedding
-        pack_linears(module.lm_head)  # a rank's share is nested; the whole head is a plain linear
-        self.head = (
-            take_linear(module, "lm_head")
-            if isinstance(module.lm_head, nn.Linear)
-            else module.lm_head
-        )
+        self.head = take_head(module)
 
     @property
     def sharded_head(self) -> GatheredHead | None:

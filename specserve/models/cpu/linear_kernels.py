@@ -55,6 +55,12 @@ class LinearKernel(Protocol):
         """Return x W^T + b of rows [n, in], added to residual [n, out] if there is one."""
         ...
 
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        """Return x W^T + b of rows [n, in] in float32."""
+        ...
+
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return two weights [out, in] as one, for `gated_product`."""
         ...
@@ -92,6 +98,15 @@ class OneDnnKernel:
         )
         return out[:rows] if padding else out
 
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        """Return x W^T + b in float32: in bf16, what rounding took is added in a second product."""
+        out = self.product(x, packed, outputs, bias, None)
+        if out.dtype == torch.float32:
+            return out
+        return out.float() + self.product(x, packed, outputs, bias, -out)
+
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.cat([gate, up])
 
@@ -119,6 +134,12 @@ class WidenedOneDnnKernel(OneDnnKernel):
         residual = None if residual is None else residual.float()
         return super().product(x.float(), packed, outputs, bias, residual).bfloat16()
 
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        bias = None if bias is None else bias.float()
+        return super().product(x.float(), packed, outputs, bias, None)
+
 
 class CompiledKernel:
     """The products of `compiled`, for processors that have AVX-512 with bf16.
@@ -143,7 +164,14 @@ class CompiledKernel:
     def product(
         self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        return self._run(self.functions.product, x, packed, outputs, bias, residual)
+        out = x.new_empty(len(x), outputs)
+        return self._run(self.functions.product, x, packed, out, bias, residual)
+
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        out = x.new_empty(len(x), outputs, dtype=torch.float32)
+        return self._run(self.functions.unrounded_product, x, packed, out, bias)
 
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         coded = [weight for weight in (gate, up) if isinstance(weight, CodedWeight)]
@@ -155,7 +183,8 @@ class CompiledKernel:
         return CodedWeight(codes, scales, coded[0].bits)
 
     def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-        return self._run(self.functions.gated_product, x, packed, outputs, None, None)
+        out = x.new_empty(len(x), outputs)
+        return self._run(self.functions.gated_product, x, packed, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight."""
@@ -173,9 +202,9 @@ class CompiledKernel:
         function: Function,
         x: Tensor,
         packed: Tensor,
-        outputs: int,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        out: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         from specserve.models.cpu.compiled.products import MAX_ROWS
 
@@ -183,7 +212,7 @@ class CompiledKernel:
         width = inputs + inputs % 2
         stride = row_stride(width) if rows > 1 else 2 * width
         x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
-        out = x.new_empty(rows, outputs)
+        outputs, out_stride = out.shape[1], out.stride(0) * out.element_size()
         bits, span = weight_layout(packed, inputs)
         pairs, more = width // 2, None if residual is None else residual.contiguous()
         threads = 1 if rows * packed.numel() <= MAX_SERIAL else torch.get_num_threads()
@@ -191,8 +220,8 @@ class CompiledKernel:
             function(
                 x.data_ptr() + start * stride,
                 packed.data_ptr(),
-                out.data_ptr() + start * 2 * outputs,
-                0 if more is None else more.data_ptr() + start * 2 * outputs,
+                out.data_ptr() + start * out_stride,
+                0 if more is None else more.data_ptr() + start * out_stride,
                 0 if bias is None else bias.data_ptr(),
                 min(MAX_ROWS, rows - start),
                 pairs,
@@ -200,7 +229,7 @@ class CompiledKernel:
                 bits,
                 span,
                 stride,
-                2 * outputs,
+                out_stride,
                 threads,
             )
         return out
@@ -351,6 +380,9 @@ def _check_product(
     expected = x.double() @ exact.T + bias.double() + residual.double()
     if (out.double() - expected).abs().max() > 4e-3 * expected.abs().max():
         raise ValueError("its numbers are wrong")
+    unrounded = kernel.unrounded_product(x, packed, 80, bias).double() + residual.double()
+    if (unrounded - expected).abs().max() > 1e-4 * expected.abs().max():
+        raise ValueError("its numbers are wrong in float32")
     alone = kernel.product(x[:1], packed, 80, bias, residual[:1])
     if not torch.equal(alone, out[:1]):
         raise ValueError("its rows depend on one another")

@@ -50,6 +50,15 @@ class RowByRowKernel:
             out[one] = self._kernel.product(x[one], packed, outputs, bias, more)
         return out
 
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
+        out = x.new_empty(len(x), outputs, dtype=torch.float32)
+        for row in range(len(x)):
+            one = slice(row, row + 1)
+            out[one] = self._kernel.unrounded_product(x[one], packed, outputs, bias)
+        return out
+
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._kernel.interleave(gate, up)
 
@@ -101,10 +110,13 @@ def is_row_invariant(
     gate = kernel.pack(kernel.interleave(weight, weight.flip(0)))
     residual = (x[:, :1] * 1e-6).expand(-1, outer).contiguous()  # as small as what sums leave
 
-    def run(start: int, stop: int) -> Tensor:  # [rows, 2 * outer]
+    bias = weight[:, 0] * 1e-6
+
+    def run(start: int, stop: int) -> Tensor:  # [rows, 3 * outer]
         rows = x[start:stop]
-        plain = kernel.product(rows, packed, outer, weight[:, 0] * 1e-6, residual[start:stop])
-        return torch.cat([plain, kernel.gated_product(rows, gate, outer)], dim=1)
+        plain = kernel.product(rows, packed, outer, bias, residual[start:stop])
+        unrounded = kernel.unrounded_product(rows, packed, outer, bias)
+        return torch.cat([plain, unrounded, kernel.gated_product(rows, gate, outer)], dim=1)
 
     alone = torch.cat([run(row, row + 1) for row in range(ALONE)])
     for rows in COMPANIES:

@@ -261,6 +261,7 @@ def test_bits_do_not_depend_on_chunks_or_on_other_texts(bf16: Runner, largest: i
     mixed = feed(bf16, texts, inputs, np.random.default_rng(largest), largest=largest)
     differing = sum(int((a != b).any(-1).sum()) for a, b in zip(whole, mixed, strict=True))
     assert differing == 0, f"{differing} of 500 positions differ"
+    assert {part.dtype for part in whole} == {torch.float32}, "logits are not rounded to bf16"
 
 
 # Tensor parallelism

@@ -22,6 +22,7 @@ from specserve.models.cpu.linear_kernels import (
     WidenedOneDnnKernel,
     linear_kernel,
     missing_for_compiled,
+    multiplies_bf16,
 )
 from specserve.models.layout import Layout
 
@@ -46,6 +47,11 @@ def random_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
 KERNELS = [
     pytest.param(lambda: linear_kernel("compiled"), marks=needs_compiled, id="compiled"),
     pytest.param(WidenedOneDnnKernel, id="onednn-float32"),
+    pytest.param(
+        OneDnnKernel,
+        marks=pytest.mark.skipif(not multiplies_bf16(), reason="oneDNN has no bf16 here"),
+        id="onednn",
+    ),
 ]
 
 
@@ -65,12 +71,16 @@ def test_products_of_any_shape_are_right(
         packed = kernel.pack(weight)
         plain = kernel.product(x, packed, outputs, None, None)
         full = kernel.product(x, packed, outputs, bias, residual)
+        unrounded = kernel.unrounded_product(x, packed, outputs, bias)
     finally:
         torch.set_num_threads(before)
     expected = x.double() @ weight.double().T
     for out, of in ((plain, expected), (full, expected + bias.double() + residual.double())):
         assert out.shape == (rows, outputs)
         assert (out.double() - of).abs().max() < 4e-3 * of.abs().max()
+    exact = expected + bias.double()
+    assert unrounded.dtype == torch.float32
+    assert (unrounded.double() - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(33, 96, 1000), (33, 257, 2048)])

@@ -46,12 +46,17 @@ class SplittingKernel:
     def product(
         self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
+        out = self.unrounded_product(x, packed, outputs, bias)
+        return (out if residual is None else out + residual).bfloat16()
+
+    def unrounded_product(
+        self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    ) -> Tensor:
         parts = 2 if len(x) >= self.rows else 1
         out = torch.zeros(len(x), outputs)
         for inputs, weights in zip(x.chunk(parts, 1), packed.chunk(parts, 1), strict=True):
             out = (out + inputs.double() @ weights.double().T).float()
-        out = out if bias is None else out + bias
-        return (out if residual is None else out + residual).bfloat16()
+        return out if bias is None else out + bias
 
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.cat([gate, up])

@@ -23,6 +23,7 @@ class Functions:
     """Compiled functions. They take addresses and numbers, and at last the size of the team."""
 
     product: Function
+    unrounded_product: Function
     gated_product: Function
     attention: Function
     rms_norm: Function
@@ -39,6 +40,7 @@ def compile_functions() -> Functions:
     of_norm = [norms.NORM.kind_of(name) for name in norms.ARGUMENTS]
     return Functions(
         product=function_of(engine, "product", of_product),
+        unrounded_product=function_of(engine, "unrounded_product", of_product),
         gated_product=function_of(engine, "gated_product", of_product),
         attention=function_of(engine, "attention", of_attention),
         rms_norm=function_of(engine, "rms_norm", of_norm),

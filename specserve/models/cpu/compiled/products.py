@@ -7,7 +7,7 @@ computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from specserve.models.cpu.compiled.vectors import (
     rounded,
     smaller,
     store_bf16,
+    store_fp32,
 )
 
 MAX_ROWS = 74 * TILE_ROWS
@@ -60,7 +61,7 @@ Their results lie in few enough places of memory that the processor knows all ad
 PREFETCH_BYTES = 4096
 """Distance of the weights that are fetched ahead."""
 
-OUTPUTS = {"product": PANEL, "gated_product": LANES}
+OUTPUTS = {"product": PANEL, "unrounded_product": PANEL, "gated_product": LANES}
 """Functions, and how many outputs each makes of a panel."""
 ARGUMENTS = (
     *("x", "weight", "out", "residual", "bias"),  # pointers; the last two may be null
@@ -103,14 +104,20 @@ class AllTiles:
 
 
 def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, Stage]:
-    """Build `product`, and `gated_product`, which makes silu(gate) * up of its own result.
+    """Build `product`, `unrounded_product` and `gated_product`.
 
-    Panels of the second have 16 rows of the gate's weight and the same 16 of the other; it takes
-    neither bias nor residual.
+    The second leaves its result in fp32, and takes no residual. The third makes silu(gate) * up of
+    its own result: its panels have 16 rows of the gate's weight and the same 16 of the other, and
+    it takes neither bias nor residual.
     """
     stages = {}
-    for name, finish in (("product", _finish(module)), ("gated_product", _finish_gated(module))):
-        work = _work(module, name, tiles, finish)
+    finishes = {
+        "product": (_finish(module), 2),
+        "unrounded_product": (_finish_unrounded(module), 4),
+        "gated_product": (_finish_gated(module), 2),
+    }
+    for name, (finish, out_bytes) in finishes.items():
+        work = _work(module, name, tiles, finish, out_bytes)
         stages[name] = Stage(work, partial(_new_record, OUTPUTS[name]))
         code, values, threads = new_entry(module, name, PRODUCT, ARGUMENTS)
         stages[name].run_alone(code, team, values, threads)
@@ -151,13 +158,18 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) -> ir.Function:
-    """Build what a thread does: take panels as long as there are any."""
+def _work(
+    module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function, out_bytes: int
+) -> ir.Function:
+    """Build what a thread does: take panels as long as there are any.
+
+    A number of the result, and of the residual, has `out_bytes`.
+    """
     function, code = new_function(module, f"work_on_{name}", [POINTER])
     memory = function.args[0]
     field = PRODUCT.load(code, memory)
     rows, pairs, columns = field["rows"], field["pairs"], field["columns"]
-    in_bytes, out_bytes = field["x_stride"], field["out_stride"]
+    in_stride, out_stride = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
     with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
@@ -167,7 +179,7 @@ def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) ->
         ):
             weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
             group_rows = smaller(code, field["group"], code.sub(rows, group))
-            group_x = at(code, field["x"], code.mul(group, in_bytes))
+            group_x = at(code, field["x"], code.mul(group, in_stride))
             # The first tile brings the panel into the cache.
             is_first = code.icmp_signed("==", group, LONG(0))
             clear_sums(module, code, sums, group_rows)
@@ -177,7 +189,7 @@ def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) ->
                     code,
                     field["bits"],
                     x=at(code, group_x, code.mul(pair, LONG(4))),
-                    stride=in_bytes,
+                    stride=in_stride,
                     rows=group_rows,
                     height=field["tile"],
                     panel=at(code, weight, code.mul(number, field["block_bytes"])),
@@ -187,11 +199,11 @@ def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) ->
                 )
             column = code.mul(panel, LONG(OUTPUTS[name]))
             bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
-            offset = code.add(code.mul(column, LONG(2)), code.mul(group, out_bytes))
+            offset = code.add(code.mul(column, LONG(out_bytes)), code.mul(group, out_stride))
             residual = at_if_any(code, field["residual"], offset)
             out = at(code, field["out"], offset)
             columns_left = code.sub(columns, column)
-            code.call(finish, [sums, group_rows, out, out_bytes, residual, bias, columns_left])
+            code.call(finish, [sums, group_rows, out, out_stride, residual, bias, columns_left])
     code.ret_void()
     return function
 
@@ -204,18 +216,44 @@ def _finish(module: ir.Module) -> ir.Function:
     """Build the function that adds bias and residual to a panel's sums, and rounds to bf16."""
     function, code = new_function(module, "finish", FINISH_ARGUMENTS)
     sums, rows, out, stride, residual, bias, columns = function.args
-    load = partial(load_bf16, module, code)
-    masks = [first_lanes(code, code.sub(columns, LONG(LANES * i))) for i in range(2)]
-    biases = [load(at_if_any(code, bias, LONG(2 * LANES * i)), masks[i]) for i in range(2)]
+    masks = _panel_masks(code, columns)
+    biases = _panel_biases(module, code, bias, masks)
     with counting(code, LONG(0), rows, LONG(1)) as row:
         offset = code.mul(row, stride)
         for i, own in enumerate(row_sums(code, sums, row)):
             place = code.add(offset, LONG(2 * LANES * i))
-            more = load(at_if_any(code, residual, place), masks[i])
+            more = load_bf16(module, code, at_if_any(code, residual, place), masks[i])
             value = code.fadd(code.fadd(own, biases[i]), more)
             store_bf16(module, code, value, at(code, out, place), masks[i])
     code.ret_void()
     return function
+
+
+def _finish_unrounded(module: ir.Module) -> ir.Function:
+    """Build the function that adds the bias to a panel's sums, and leaves them in fp32."""
+    function, code = new_function(module, "finish_unrounded", FINISH_ARGUMENTS)
+    sums, rows, out, stride, _, bias, columns = function.args
+    masks = _panel_masks(code, columns)
+    biases = _panel_biases(module, code, bias, masks)
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        first = at(code, out, code.mul(row, stride))
+        for i, own in enumerate(row_sums(code, sums, row)):
+            place = at(code, first, LONG(4 * LANES * i))
+            store_fp32(module, code, code.fadd(own, biases[i]), place, masks[i])
+    code.ret_void()
+    return function
+
+
+def _panel_masks(code: Any, columns: Any) -> list[Any]:
+    """Build the masks of a panel's two vectors, of which there may be fewer columns."""
+    return [first_lanes(code, code.sub(columns, LONG(LANES * i))) for i in range(2)]
+
+
+def _panel_biases(module: ir.Module, code: Any, bias: Any, masks: Sequence[Any]) -> list[Any]:
+    return [
+        load_bf16(module, code, at_if_any(code, bias, LONG(2 * LANES * i)), mask)
+        for i, mask in enumerate(masks)
+    ]
 
 
 def _finish_gated(module: ir.Module) -> ir.Function:

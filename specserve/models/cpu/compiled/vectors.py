@@ -130,6 +130,12 @@ def store_bf16(module: ir.Module, code: Any, value: Any, pointer: Any, mask: Any
     code.call(masked_store, [_to_bf16(code, value), pointer, INT(2), mask])
 
 
+def store_fp32(module: ir.Module, code: Any, value: Any, pointer: Any, mask: Any) -> None:
+    kinds = [FP32, POINTER, INT, MASK]
+    masked_store = intrinsic(module, "llvm.masked.store.v16f32.p0", NOTHING, kinds)
+    code.call(masked_store, [value, pointer, INT(4), mask])
+
+
 def rounded(code: Any, value: Any) -> Any:
     """Build the rounding of fp32 to a bf16 number, kept as fp32."""
     return _from_bf16(code, _to_bf16(code, value))
