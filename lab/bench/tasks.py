@@ -1,9 +1,9 @@
 """Acceptance and speed by kind of task, for each kind of drafter.
 
 `python -m lab.bench.tasks --target DIR` asks a chat model the 160 prompts of tasks.jsonl, twenty of
-each of eight kinds. Acceptance is of all prompts of a kind at once; speed is of one prompt at a
-time, with draft tokens and without them in turns. A draft, an EAGLE head and counted tables join
-in where they are given.
+each of eight kinds. Acceptance is of all prompts of a kind at once, with 4 draft tokens a round;
+speed is with as many as the pacer chooses, in turns with none, of one prompt at a time and of 8 at
+once. A draft, an EAGLE head and counted tables join in where they are given.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any
 
 from specserve import LLM, Sampling
 from specserve.llm.llm import Output
+from specserve.request_stats import Stats
 from specserve.tools.bench.report import machine
 
 TEMPERATURES = (0.0, 1.0)
 GAMMA = 4
+STREAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,10 @@ def drafter_keys(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {kind: keys[kind] for kind in options.only or keys}
 
 
-def sampling(number: int, temperature: float, tokens: int, gamma: int) -> Sampling:
-    return Sampling(
-        max_tokens=tokens, temperature=temperature, seed=number, speculation={"gamma": gamma}
-    )
+def sampling(number: int, temperature: float, tokens: int, gamma: int | None) -> Sampling:
+    """Return the settings of a request; the pacer chooses gamma where it is None."""
+    own = {} if gamma is None else {"gamma": gamma}
+    return Sampling(max_tokens=tokens, temperature=temperature, seed=number, speculation=own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class TaskFigures:
 
     rates: Sequence[float]  # acceptance rate of each prompt for which something was drafted
     tokens_per_pass: float
-    factors: Sequence[float]  # tokens a second with draft tokens to without
+    factors: Sequence[float]  # tokens a second with draft tokens to without, of a prompt alone
+    factor_of_streams: float | None
     num_texts: int
     num_same: int  # texts that are those without draft tokens
 
@@ -97,6 +100,10 @@ class TaskFigures:
     def speed(self) -> str:
         return f"{median(self.factors):.2f}" if self.factors else ""
 
+    @property
+    def speed_of_streams(self) -> str:
+        return f"{self.factor_of_streams:.2f}" if self.factor_of_streams else ""
+
 
 def measure(
     llm: LLM, tasks: Sequence[Task], temperature: float, *, tokens: int, timed: int
@@ -109,25 +116,34 @@ def measure(
     )
     stats = [one.stats for one in drafted if one.stats is not None]
     return TaskFigures(
-        [one.accepted / one.drafted for one in stats if one.drafted],
+        [acceptance_rate(one) for one in stats if one.drafts],
         sum(len(one.token_ids) for one in drafted) / sum(one.target_passes for one in stats),
-        factors(llm, tasks[:timed], temperature, tokens),
+        [factor(llm, [task], temperature, tokens) for task in tasks[:timed]],
+        factor(llm, tasks[:STREAMS], temperature, tokens) if len(tasks) >= STREAMS else None,
         len(tasks),
         sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True)),
     )
 
 
-def factors(llm: LLM, tasks: Sequence[Task], temperature: float, tokens: int) -> list[float]:
-    """Return the ratio of tokens a second of each task, alone, with draft tokens to without."""
+def acceptance_rate(stats: Stats) -> float:
+    """Return accepted draft tokens to those that were reached.
 
-    def rate(task: Task, number: int, gamma: int) -> float:
+    A proposal that is shorter than GAMMA counts as one whose next token was rejected.
+    """
+    whole = sum(stats.accepted_by_position[GAMMA - 1 :])
+    return stats.accepted / (stats.drafts + stats.accepted - whole)
+
+
+def factor(llm: LLM, tasks: Sequence[Task], temperature: float, tokens: int) -> float:
+    """Return the ratio of tokens a second of tasks at once, with draft tokens to without."""
+
+    def rate(gamma: int | None) -> float:
+        own = [sampling(i, temperature, tokens, gamma) for i in range(len(tasks))]
         start = time.perf_counter()
-        outputs: list[Output] = llm.chat(task.chat, sampling(number, temperature, tokens, gamma))
-        return len(outputs[0].token_ids) / (time.perf_counter() - start)
+        outputs: list[Output] = llm.chat([task.chat for task in tasks], own)
+        return sum(len(one.token_ids) for one in outputs) / (time.perf_counter() - start)
 
-    for task in tasks[:1]:
-        rate(task, 0, GAMMA)  # warm-up
-    return [rate(one, i, GAMMA) / rate(one, i, 0) for i, one in enumerate(tasks)]
+    return rate(None) / rate(0)
 
 
 Results = Mapping[tuple[str, float], Mapping[str, TaskFigures]]  # by drafter, temperature and kind
@@ -153,7 +169,8 @@ def measure_all(options: argparse.Namespace, tasks: Mapping[str, Sequence[Task]]
 TABLES: Mapping[str, Callable[[TaskFigures], str]] = {
     "Acceptance rate, with its standard error over prompts": lambda one: one.acceptance,
     "Tokens for each pass of the target": lambda one: one.tokens,
-    "Tokens a second with draft tokens to without": lambda one: one.speed,
+    "Tokens a second with draft tokens to without, one prompt at a time": lambda one: one.speed,
+    f"The same, {STREAMS} prompts at once": lambda one: one.speed_of_streams,
 }
 
 
@@ -165,9 +182,10 @@ def page(options: argparse.Namespace) -> Iterator[str]:
     total = sum(one.num_texts for row in results.values() for one in row.values())
     yield "# Tasks of eight kinds\n"
     yield f"{date.today()}, {machine()}, load before {load:.1f}. The target is {options.name};"
-    yield f"{options.per_kind} prompts of each kind, at most {options.tokens} tokens each, gamma"
-    yield f"{GAMMA}. The first {options.timed} are timed alone, with draft tokens and without in"
-    yield f"turns (medians). {same} of {total} texts are those without draft tokens."
+    yield f"{options.per_kind} prompts of each kind, at most {options.tokens} tokens each. Rates"
+    yield f"are at gamma {GAMMA}, speeds at what the pacer chooses: {options.timed} prompts of a"
+    yield f"kind alone (medians), and {STREAMS} at once. {same} of {total} texts are the same"
+    yield "without draft tokens."
     yield "Command: `python -m lab.bench.tasks --target MODEL`."
     for title, cell in TABLES.items():
         yield f"\n## {title}\n"

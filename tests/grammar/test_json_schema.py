@@ -180,6 +180,15 @@ def test_an_iri_is_followed_by_the_grammar_of_its_standard(text: str, valid: boo
     assert whole == valid
 
 
+def test_a_format_that_json_schema_does_not_know_binds_nothing() -> None:
+    any_path = record({"path": STRING | {"format": "path"}, "format": STRING | {"maxLength": 3}})
+    validate_grammar(grammar := schema_grammar("guided", any_path))
+    assert accepts(grammar, {"path": "a b", "format": "url"})
+    assert not accepts(grammar, {"path": "a b", "format": "long"}), "a member of that name stays"
+    with pytest.raises(BadValue, match="Unknown format: regex"):
+        validate_grammar(schema_grammar("guided", STRING | {"format": "regex"}))
+
+
 def test_an_iri_with_a_pattern_obeys_both() -> None:
     grammar = schema_grammar("guided", {"type": "string", "format": "iri", "pattern": "^urn:"})
     assert accepts(grammar, "urn:a")
