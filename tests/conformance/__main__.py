@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lab.bench.start import server
-from tests.conformance.checks import DEMO, SCRIPTED
+from specserve.cli.default_model import chat_model_file
+from tests.conformance.checks import CHAT, DEMO, SCRIPTED
 from tests.conformance.clients import CLIENTS, Client, ClientRun, install, run_client
 from tests.conformance.page import page, unknown_failures
 from tests.conformance.scripted_engine import scripted_gateway
@@ -28,11 +29,11 @@ def main() -> int:
     )
     names = [client.name for client in CLIENTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
-    parser.add_argument("--engine", choices=(SCRIPTED, DEMO), help="instead of both")
+    parser.add_argument("--engine", choices=(SCRIPTED, DEMO, CHAT), help="instead of all")
     parser.add_argument("--out", type=Path, help="write the page there")
     parser.add_argument("--quick", action="store_true", help="nothing is installed")
     options = parser.parse_args()
-    engines = (options.engine,) if options.engine else (SCRIPTED, DEMO)
+    engines = (options.engine,) if options.engine else _engines()
     runs = _run_quickly() if options.quick else _run_all(options.only, engines)
     text = page(runs)
     print(text)
@@ -42,6 +43,13 @@ def main() -> int:
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
+
+
+def _engines() -> tuple[str, ...]:
+    if chat_model_file() is not None:
+        return SCRIPTED, DEMO, CHAT
+    print("smollm2 is not tested: make .venv/chat-model", file=sys.stderr)
+    return SCRIPTED, DEMO
 
 
 def _run_quickly() -> list[ClientRun]:
@@ -78,7 +86,8 @@ def _served(engine: str) -> Iterator[str]:
             yield gateway.url
         return
     port = free_port()
-    with server(port=port):
+    pair = ("--set", "demo.size=none") if engine == DEMO else ()
+    with server(*pair, port=port):
         yield f"http://127.0.0.1:{port}"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 SCRIPTED = "scripted"
 DEMO = "demo"
+CHAT = "smollm2"
 MODEL = "demo"
 PASSED = "passed"
 FAILED = "failed"
@@ -26,7 +27,7 @@ MAX_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server to check, and what engine is behind its gateway: SCRIPTED or DEMO."""
+    """A server to check, and what engine is behind its gateway: SCRIPTED, DEMO or CHAT."""
 
     root: str
     engine: str
@@ -100,7 +101,7 @@ def arguments(distributions: tuple[str, ...]) -> tuple[Endpoint, Reporter]:
     """Return what the command line of a program says; report the versions."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", required=True, help="URL of the server")
-    parser.add_argument("--engine", choices=(SCRIPTED, DEMO), required=True)
+    parser.add_argument("--engine", choices=(SCRIPTED, DEMO, CHAT), required=True)
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
     reporter = Reporter(options.report)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conformance.checks import DEMO, FAILED, SCRIPTED, CheckResult
+from tests.conformance.checks import CHAT, DEMO, FAILED, SCRIPTED, CheckResult
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-conformance"
@@ -34,6 +34,8 @@ class Client:
     engines: tuple[str, ...] = (SCRIPTED,)
     constrained: tuple[str, ...] = ()
     """Further packages, at the versions of constraints.txt."""
+    alone: tuple[str, ...] = ()
+    """Packages of whose own requirements the program needs none but those above."""
 
     @property
     def module(self) -> str:
@@ -48,6 +50,7 @@ class Client:
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         return (
             *self.requirements,
+            *self.alone,
             *(line for line in lines if line.partition("==")[0] in self.constrained),
         )
 
@@ -61,6 +64,16 @@ CLIENTS: Sequence[Client] = (
     Client("openai-agents", ("openai-agents==0.24.0",)),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.66.0",)),
     Client("guidellm", ("guidellm==0.8.1",), (DEMO,), constrained=("torch",)),
+    Client(
+        "bfcl-eval",
+        (
+            *("openai==3.54.0", "jsonschema==4.26.0", "filelock==3.20.0", "overrides==7.7.0"),
+            *("tenacity==9.2.1", "tqdm==4.70.1", "python-dotenv==1.2.4", "tree_sitter==0.21.3"),
+            *("tree-sitter-java==0.21.0", "tree-sitter-javascript==0.21.4"),
+        ),
+        (CHAT,),
+        alone=("bfcl-eval==2026.3.23",),
+    ),
     Client("lm-eval", ("lm_eval[api]==0.4.13",), (DEMO,), constrained=("transformers",)),
 )
 
@@ -86,9 +99,10 @@ def install(client: Client) -> None:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
         return
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    subprocess.run(
-        [str(client.python), "-m", "pip", "install", "--quiet", *client.pins], check=True
-    )
+    pip = (str(client.python), "-m", "pip", "install", "--quiet")
+    subprocess.run([*pip, *(pin for pin in client.pins if pin not in client.alone)], check=True)
+    if client.alone:
+        subprocess.run([*pip, "--no-deps", *client.alone], check=True)
     stamp.write_text(pins, encoding="utf-8")
 
 

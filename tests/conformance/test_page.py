@@ -61,7 +61,9 @@ def test_every_client_has_a_program_and_pins() -> None:
     for client in CLIENTS:
         assert (clients.ROOT / f"{client.module.replace('.', '/')}.py").is_file()
         assert all("==" in pin for pin in client.pins)
-        assert len(client.pins) == len(client.requirements) + len(client.constrained)
+        assert len(client.pins) == len(client.requirements) + len(client.alone) + len(
+            client.constrained
+        )
 
 
 def test_an_environment_is_reused_until_its_pins_change(

@@ -11,12 +11,13 @@ from typing import Any
 
 from jsonschema import validate
 
-from lab.bench.structured import schema_grammar, schema_sampling
+from lab.bench.structured import schema_sampling
 from specserve import LLM
 from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
+from specserve.grammar.request import schema_grammar
 from specserve.types import Chunk, FinishReason, Request, Warp
 from tests.support.ray_server import SharedServe
 
@@ -111,7 +112,8 @@ def test_constrained_texts_equal_those_of_one_process_when_workers_die(
     for text in finished:
         validate(json.loads(text), SCHEMA)
     requests = [
-        Request(ids, TOKENS, Warp(), SEED, True, grammar=schema_grammar(SCHEMA)) for ids in prompts
+        Request(ids, TOKENS, Warp(), SEED, True, grammar=schema_grammar("guided", SCHEMA))
+        for ids in prompts
     ]
     with shared_serve.join():
         for inject_fault in (kill_none, kill_drafter_and_target):
