@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,21 +106,31 @@ class TaskFigures:
         return f"{self.factor_of_streams:.2f}" if self.factor_of_streams else ""
 
 
+def answer(
+    llm: LLM, tasks: Sequence[Task], temperature: float, tokens: int, gamma: int | None
+) -> list[Output]:
+    """Answer tasks at once."""
+    own = [sampling(number, temperature, tokens, gamma) for number in range(len(tasks))]
+    return llm.chat([task.chat for task in tasks], own)
+
+
 def measure(
-    llm: LLM, tasks: Sequence[Task], temperature: float, *, tokens: int, timed: int
+    llm: LLM,
+    tasks: Sequence[Task],
+    plain: Sequence[Output],
+    temperature: float,
+    *,
+    tokens: int,
+    timed: int,
 ) -> TaskFigures:
-    """Answer all tasks at once, with draft tokens and without, and the first ones alone."""
-    chats = [task.chat for task in tasks]
-    drafted, plain = (
-        llm.chat(chats, [sampling(i, temperature, tokens, gamma) for i in range(len(tasks))])
-        for gamma in (GAMMA, 0)
-    )
+    """Answer all tasks at once, to compare with `plain`, and time the first ones alone."""
+    drafted = answer(llm, tasks, temperature, tokens, GAMMA)
     stats = [one.stats for one in drafted if one.stats is not None]
     return TaskFigures(
         [acceptance_rate(one) for one in stats if one.drafts],
         sum(len(one.token_ids) for one in drafted) / sum(one.target_passes for one in stats),
         [factor(llm, [task], temperature, tokens) for task in tasks[:timed]],
-        factor(llm, tasks[:STREAMS], temperature, tokens) if len(tasks) >= STREAMS else None,
+        factor(llm, tasks[:STREAMS], temperature, tokens) if timed else None,
         len(tasks),
         sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True)),
     )
@@ -138,9 +149,8 @@ def factor(llm: LLM, tasks: Sequence[Task], temperature: float, tokens: int) -> 
     """Return the ratio of tokens a second of tasks at once, with draft tokens to without."""
 
     def rate(gamma: int | None) -> float:
-        own = [sampling(i, temperature, tokens, gamma) for i in range(len(tasks))]
         start = time.perf_counter()
-        outputs: list[Output] = llm.chat([task.chat for task in tasks], own)
+        outputs = answer(llm, tasks, temperature, tokens, gamma)
         return sum(len(one.token_ids) for one in outputs) / (time.perf_counter() - start)
 
     return rate(None) / rate(0)
@@ -153,16 +163,24 @@ def measure_all(options: argparse.Namespace, tasks: Mapping[str, Sequence[Task]]
     own: dict[str, Any] = {"target.dtype": options.dtype}
     if options.target is not None:
         own["target"] = options.target
-    found: dict[tuple[str, float], Mapping[str, TaskFigures]] = {}
+    found: dict[tuple[str, float], dict[str, TaskFigures]] = {}
+    plain: dict[tuple[float, str], Sequence[Output]] = {}  # by the first engine
     for drafter, keys in drafter_keys(options).items():
         with LLM(**own, **keys) as llm:
             for temperature in TEMPERATURES:
-                found[drafter, temperature] = {
-                    kind: measure(
-                        llm, some, temperature, tokens=options.tokens, timed=options.timed
+                found[drafter, temperature] = row = {}
+                for kind, some in tasks.items():
+                    if (temperature, kind) not in plain:
+                        plain[temperature, kind] = answer(llm, some, temperature, options.tokens, 0)
+                    row[kind] = measure(
+                        llm,
+                        some,
+                        plain[temperature, kind],
+                        temperature,
+                        tokens=options.tokens,
+                        timed=options.timed,
                     )
-                    for kind, some in tasks.items()
-                }
+                print(f"{drafter}, T = {temperature:g}", file=sys.stderr, flush=True)
     return found
 
 
