@@ -21,6 +21,7 @@ from specserve.api.generation import Generation
 from specserve.api.generation_request import GenerationRequest
 from specserve.api.messages.answer import MESSAGE, MessageResponse
 from specserve.api.messages.body import CountTokensBody, MessagesBody
+from specserve.api.messages.chat_request import ignored_names
 from specserve.api.messages.chat_request import to_chat as messages_to_chat
 from specserve.api.metering import RequestMetrics
 from specserve.api.model_directory import ModelBackend, ModelDirectory
@@ -105,7 +106,7 @@ class Endpoints:
         self._log_body(body, request)
         self._check_unknown(body, request)
         model = self._choose(body.model, request)
-        chat = self._chat_of(body, model)
+        chat = self._chat_of(body, model, request)
         with errors_as_sent(chat):
             generation_request = await model.parser.chat(chat)
         return MessageResponse(
@@ -122,7 +123,7 @@ class Endpoints:
         self._check_unknown(body, request)
         model = self._models.find(body.model)
         model.parser.find_adapter(body.model)
-        chat = self._chat_of(body, model)
+        chat = self._chat_of(body, model, request)
         options = parse_template_options(chat, model.tokenizer)
         with errors_as_sent(chat):
             ids = await model.parser.chat_ids(chat.messages, parse_offer(chat), options)
@@ -162,12 +163,13 @@ class Endpoints:
         model.parser.find_adapter(body.model)
         return json_response({"prompt": await model.parser.decode_ids(body.tokens)})
 
-    def _chat_of(self, body: CountTokensBody, model: ModelBackend) -> ChatBody:
-        return messages_to_chat(
-            body,
-            has_reasoning=model.parser.has_reasoning,
-            template_variables=model.tokenizer.template_variables,
-        )
+    def _chat_of(self, body: CountTokensBody, model: ModelBackend, request: Request) -> ChatBody:
+        has_reasoning = model.parser.has_reasoning
+        variables = model.tokenizer.template_variables
+        chat = messages_to_chat(body, has_reasoning=has_reasoning, template_variables=variables)
+        ignored = ignored_names(body, has_reasoning=has_reasoning, template_variables=variables)
+        self._note_ignored(ignored, request)
+        return chat
 
     def _choose(self, name: str | None, request: Request) -> ModelBackend:
         """Return the model that a generation names, and count it on the client's limits for it.

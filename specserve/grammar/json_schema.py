@@ -2,7 +2,8 @@
 
 It knows no library. A `oneOf` whose branches exclude one another is an `anyOf`; the library finds
 that out for itself where neither references nor bounds matter. The format `iri` is a pattern. What
-describes a value without binding it is left out, and so are formats that JSON Schema does not know.
+describes a value without binding it is left out, and so are formats that JSON Schema does not know
+and a `propertyNames` that any name obeys.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _FORMATS = {"date", "date-time", "duration", "email", "hostname", "idn-email", "
 _FORMATS |= {"ipv4", "ipv6", "iri-reference", "json-pointer", "regex", "relative-json-pointer"}
 _FORMATS |= {"time", "uri", "uri-reference", "uri-template", "uuid"}
 """Formats that JSON Schema 2020-12 defines. Any other describes a value and binds nothing."""
+_ANY_NAMES: tuple[object, ...] = (True, {}, {"type": "string"})
+"""Values of propertyNames that every name obeys. Schemas made by zod have the last one in maps."""
 MAX_MEMBERS = 2_000
 """Members of one object. The library's work rises by their square: 3 s for 6,000."""
 
@@ -57,7 +60,8 @@ def _refers_to_moved(schema: object) -> bool:
     """Return True if a reference passes through what rewriting moves or leaves out."""
     if isinstance(schema, Mapping):
         reference = schema.get("$ref")
-        if isinstance(reference, str) and {*reference.split("/")} & {"oneOf", *_NOTES}:
+        moved = {"oneOf", "propertyNames", *_NOTES}
+        if isinstance(reference, str) and {*reference.split("/")} & moved:
             return True
         return any(map(_refers_to_moved, schema.values()))
     return isinstance(schema, (list, tuple)) and any(map(_refers_to_moved, schema))
@@ -83,6 +87,8 @@ def _rewritten(schema: Any, exclusion: Exclusion) -> Any:
             found[key] = _rewritten(value, exclusion)
     if isinstance(one_of := schema.get("oneOf"), list) and exclusion.holds_among(one_of):
         _add(found, "anyOf", found.pop("oneOf"))
+    if found.get("propertyNames") in _ANY_NAMES:
+        del found["propertyNames"]
     if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
         del found["format"]
         if name in _PATTERNS:

@@ -196,6 +196,29 @@ def test_an_iri_with_a_pattern_obeys_both() -> None:
     assert not accepts(grammar, "urn:a b")
 
 
+@pytest.mark.parametrize(
+    ("names", "is_taken"),
+    [
+        ({"type": "string"}, True),
+        ({"type": "string", "title": "Name"}, True),
+        (True, True),
+        ({"type": "string", "maxLength": 1}, False),
+        ({"type": "integer"}, False),
+    ],
+)
+def test_property_names_are_taken_where_any_name_obeys_them(names: object, is_taken: bool) -> None:
+    grammar = schema_grammar(
+        "guided", {"type": "object", "propertyNames": names, "additionalProperties": STRING}
+    )
+    if is_taken:
+        validate_grammar(grammar)
+        assert accepts(grammar, {"any": "a"})
+        assert not accepts(grammar, {"any": 1})
+    else:
+        with pytest.raises(BadValue, match="propertyNames"):
+            validate_grammar(grammar)
+
+
 def test_descriptions_do_not_count_and_members_of_their_names_stay() -> None:
     notes = {"description": "x" * 300_000, "title": "y", "examples": [{"oneOf": []}], "default": 3}
     schema = record({"description": STRING | notes, "title": {"const": {"title": 1}}}, **notes)

@@ -94,12 +94,27 @@ class MessageToolChoice(StrictModel):
 
 
 class MessageThinking(StrictModel):
-    UNSUPPORTED: ClassVar[Unsupported] = {"display": ("summarized",)}
-
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
         None, description="Tokens of thinking, after which its end is forced."
     )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="Taken; thinking is shown as it was written."
+    )
+
+
+class MessageOutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema = Field(alias="schema")
+
+
+class MessageOutputConfig(StrictModel):
+    UNSUPPORTED: ClassVar[Unsupported] = {"task_budget": ()}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For a chat template that reads reasoning_effort; others ignore it."
+    )
+    format: MessageOutputFormat | None = Field(None, description="What the text must be.")
 
 
 class MessageMetadata(StrictModel):
@@ -110,9 +125,8 @@ class CountTokensBody(Body):
     """Body of `POST /v1/messages/count_tokens`."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {
-        "context_management": ({},),
+        "compaction": (),
         "mcp_servers": ([],),
-        "output_config": ({},),
         "speed": ("standard",),
     }
 
@@ -127,6 +141,10 @@ class CountTokensBody(Body):
     cache_control: dict[str, Any] | None = Field(
         None, description="Taken; prompts that begin alike share pages either way."
     )
+    context_management: dict[str, Any] | None = Field(
+        None, description="Ignored: the prompt is what the client sends."
+    )
+    output_config: MessageOutputConfig | None = None
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -149,7 +167,6 @@ class MessagesBody(CountTokensBody):
     UNSUPPORTED: ClassVar[Unsupported] = {
         **CountTokensBody.UNSUPPORTED,
         "container": (),
-        "diagnostics": (),
         "inference_geo": (),
         "service_tier": ("auto", "standard_only"),
         "thread": (),
@@ -168,6 +185,12 @@ class MessagesBody(CountTokensBody):
     priority: int | None = Field(None, description="As in chats.")
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
     metadata: MessageMetadata | None = Field(None, description="Taken and not used.")
+    diagnostics: dict[str, Any] | None = Field(
+        None, description="Ignored: why a prompt was not cached is not known."
+    )
+    fallbacks: str | list[dict[str, Any]] | None = Field(
+        None, description="Taken; no request is declined for another model to answer."
+    )
 
 
 class MessagesErrorBody(BaseModel):

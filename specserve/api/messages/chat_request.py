@@ -20,11 +20,13 @@ from specserve.api.chat_schema import (
 from specserve.api.messages.body import (
     CountTokensBody,
     MessageBlock,
+    MessageOutputConfig,
     MessageThinking,
     MessageToolChoice,
     MessageTurn,
 )
 from specserve.api.reasoning.grammar import BUDGET
+from specserve.api.schema import NamedSchema, ResponseFormat
 from specserve.errors import BadValue
 
 COPIED = (
@@ -52,6 +54,8 @@ NEEDED = {
     "tool_result": ("tool_use_id",),
 }
 """Members of a block, by its type."""
+EFFORT = "reasoning_effort"
+"""Name of a chat's parameter, and of the variable by which templates read it."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
@@ -83,14 +87,36 @@ def to_chat(
         # An answer continues the assistant's own words, as Anthropic's does.
         continue_final_message=messages[-1].role == "assistant",
         **_thinking(body.thinking, has_reasoning, template_variables),
+        **_output(body.output_config, template_variables),
         **given,
     )
-    chat._sent_names = {"stop": "stop_sequences", BUDGET: "thinking"}
+    chat._sent_names = {
+        "stop": "stop_sequences",
+        BUDGET: "thinking",
+        "response_format": "output_config.format",
+    }
     for index in range(len(body.tools or ())):
         path = f"tools[{index}]"
         chat._sent_names[f"{path}.function.parameters"] = f"{path}.input_schema"
         chat._sent_names[f"{path}.function.name"] = f"{path}.name"
     return chat
+
+
+def ignored_names(
+    body: CountTokensBody, *, has_reasoning: bool, template_variables: Collection[str]
+) -> list[str]:
+    """Return the names of what a body asks for and the answer does without."""
+    thinking, output = body.thinking, body.output_config
+    ignored = {
+        "context_management": bool(body.context_management),
+        "diagnostics": bool(getattr(body, "diagnostics", None)),
+        "thinking": thinking is not None and thinking.type == "adaptive" and not has_reasoning,
+        "thinking.display": thinking is not None and thinking.display == "omitted",
+        "output_config.effort": output is not None
+        and output.effort is not None
+        and EFFORT not in template_variables,
+    }
+    return [name for name, is_ignored in ignored.items() if is_ignored]
 
 
 def _tool_choice(choice: MessageToolChoice) -> Any:
@@ -106,12 +132,13 @@ def _thinking(
 ) -> dict[str, Any]:
     """Return the template's switch, and the limit of the reasoning's tokens.
 
-    Without a switch, reasoning is turned off by the limit 0.
+    Without a switch, reasoning is turned off by the limit 0. A model that does not reason takes
+    adaptive, which leaves it to the model.
     """
     if thinking is None:
         return {}
     is_on = thinking.type != "disabled"
-    if is_on and not has_reasoning:
+    if thinking.type == "enabled" and not has_reasoning:
         raise BadValue(
             "thinking is not supported: this model's template shows no known form of reasoning",
             param="thinking",
@@ -119,6 +146,21 @@ def _thinking(
     switches = {name: is_on for name in SWITCHES if name in variables}
     budget = thinking.budget_tokens if is_on else 0 if has_reasoning and not switches else None
     return {"chat_template_kwargs": switches or None, BUDGET: budget}
+
+
+def _output(config: MessageOutputConfig | None, variables: Collection[str]) -> dict[str, Any]:
+    """Return the constraint on the text, and the effort if the template reads it."""
+    if config is None:
+        return {}
+    given: dict[str, Any] = {}
+    if config.effort is not None and EFFORT in variables:
+        given[EFFORT] = "xhigh" if config.effort == "max" else config.effort
+    if config.format is not None:
+        schema = NamedSchema.model_construct(name="answer", json_schema=config.format.json_schema)
+        given["response_format"] = ResponseFormat.model_construct(
+            type="json_schema", json_schema=schema
+        )
+    return given
 
 
 def _messages(body: CountTokensBody) -> list[Message]:

@@ -15,6 +15,7 @@ from tests.support.http_server import FakeService, Reply, RunningServer, serving
 HELLO: Any = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": [IMAGE]}
+BAD_FORMAT = {"type": "json_schema", "schema": {"type": "no type"}}
 TOOL_USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
 
 
@@ -63,7 +64,10 @@ def turn(role: str, *blocks: object) -> list[object]:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is needed"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers is not supported"),
         ({"thread": {"type": "create"}}, "thread is not supported"),
-        ({"output_config": {"effort": "high"}}, "output_config is not supported"),
+        ({"output_config": {"task_budget": {"total": 9}}}, "task_budget is not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": BAD_FORMAT}}, "output_config.format"),
+        ({"compaction": {"type": "summarize"}}, "compaction is not supported"),
         ({"stop": ["x"]}, "unknown parameter 'stop'"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "context"),
     ],
