@@ -27,7 +27,9 @@ class Stats:
     irreproducible: str | None = None  # as in ModelInfo
     drafts: int = 0  # rounds that verified draft tokens
     accepted_by_position: tuple[int, ...] = ()  # drafts whose first, second, ... token was accepted
-    # Until the first pass, and from there to the first token; of the engine that began the request.
+    # Of the engine that began the request: what its prefix cache had of the prompt, and the times
+    # until the first pass, and from there to the first token.
+    cached_tokens: int = 0
     queue_time_ms: float = field(default=0.0, compare=False)
     prefill_time_ms: float = field(default=0.0, compare=False)
 
@@ -45,6 +47,7 @@ class Stats:
             accepted_by_position=sum_positions(
                 (earlier.accepted_by_position, self.accepted_by_position)
             ),
+            cached_tokens=earlier.cached_tokens,
             queue_time_ms=earlier.queue_time_ms,
             prefill_time_ms=earlier.prefill_time_ms,
         )

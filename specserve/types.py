@@ -268,6 +268,7 @@ class Verdict:
     # False: the step is a chunk of a prompt and needed no decision, or its grammar is not compiled
     # yet, so that it has to be repeated. Only the logprobs of the prompt mean anything then.
     is_decision: bool = True
+    cached_tokens: int = 0  # found in the prefix cache, with the first decision on a sequence
 
     @classmethod
     def failed(cls, seq_id: int, error: str) -> Verdict:

@@ -73,6 +73,13 @@ class Generation:
         return sum(len(prompt.ids) for prompt in self._generation_request.prompts)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were in the prefix cache before any continuation was begun."""
+        n = self._generation_request.sampling.n
+        cached = [0 if one.stats is None else one.stats.cached_tokens for one in self.continuations]
+        return sum(min(cached[first : first + n]) for first in range(0, len(cached), n))
+
+    @property
     def num_completion_tokens(self) -> int:
         return sum(len(continuation.token_ids) for continuation in self.continuations)
 

@@ -30,6 +30,7 @@ class Sequence:
         "_accepted",
         "_accepted_by_position",
         "_anticipated",
+        "_cached_tokens",
         "_drafted",
         "_drafts",
         "_irreproducible",
@@ -91,15 +92,15 @@ class Sequence:
         # which comes after all of them, was sent.
         self._prompt_logprobs = None if request.generated else request.prompt_logprobs
         self._max_length = min(len(prompt) + request.max_tokens, context)
-        self._stop_ids = (
-            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
-        )
+        own_stop_ids = request.stop_token_ids
+        self._stop_ids = own_stop_ids if request.ignore_eos else own_stop_ids | end_ids
         self._irreproducible = irreproducible
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
         self._drafts, self._accepted_by_position = 0, list[int]()
         self.queued_at = 0.0  # by the coordinator's clock
         self.started_at: float | None = None  # when its first pass began
         self._queue_time_ms = self._prefill_time_ms = 0.0  # set with the first token
+        self._cached_tokens: int | None = None  # the same, or with a preemption before it
 
     @property
     def length(self) -> int:
@@ -148,6 +149,7 @@ class Sequence:
             irreproducible=self._irreproducible,
             drafts=self._drafts,
             accepted_by_position=tuple(self._accepted_by_position),
+            cached_tokens=self._cached_tokens or 0,
             queue_time_ms=self._queue_time_ms,
             prefill_time_ms=self._prefill_time_ms,
         )
@@ -157,9 +159,8 @@ class Sequence:
 
         After rounds without drafts there is a hole in that cache; the step carries all of it.
         """
-        encoder_input, grammar = (
-            ((), None) if self.draft_cached else (self.encoder_input, self.grammar)
-        )
+        encoder_input = () if self.draft_cached else self.encoder_input
+        grammar = None if self.draft_cached else self.grammar
         return DraftStep(
             self.seq_id,
             self.draft_cached,
@@ -178,9 +179,8 @@ class Sequence:
         It needs a verdict once all committed tokens are computed.
         """
         tokens = tuple(self.committed[self.target_cached : stop])
-        encoder_input, grammar = (
-            ((), None) if self.target_cached else (self.encoder_input, self.grammar)
-        )
+        encoder_input = () if self.target_cached else self.encoder_input
+        grammar = None if self.target_cached else self.grammar
         drafts, q = ((), None) if proposal is None else (proposal.tokens, proposal.q)
         return VerifyStep(
             self.seq_id,
@@ -240,20 +240,20 @@ class Sequence:
         if not self._rounds and self.started_at is not None:
             self._queue_time_ms = 1e3 * (self.started_at - self.queued_at)
             self._prefill_time_ms = 1e3 * (now - self.started_at)
+            if self._cached_tokens is None:
+                self._cached_tokens = verdict.cached_tokens
         self._rounds += bool(tokens)
         self._drafts += bool(drafts)
         self._drafted += len(drafts)
         self._anticipated += proposal is not None and proposal.anticipated is True
         if accepted:
             self._count_accepted(min(accepted, len(tokens)))
-        origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
-        logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
         return Chunk(
             self.seq_id,
             self.num_generated - len(tokens),
             tokens,
-            origins,
-            logprobs,
+            _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)],
+            None if verdict.logprobs is None else verdict.logprobs[: len(tokens)],
             self.finish,
             self.stats,
             prompt_logprobs=verdict.prompt_logprobs,
@@ -274,8 +274,9 @@ class Sequence:
         )
 
     def reset_caches(self) -> None:
-        """Record that no worker has anything cached: the committed tokens are recomputed."""
+        """Record that nothing is cached: it is recomputed, and may find pages of its own then."""
         self.target_cached = self.draft_cached = 0
+        self._cached_tokens = self._cached_tokens or 0
 
     def _cut_at_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens up to the first stop token, `max_tokens` or the end of the context.

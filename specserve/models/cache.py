@@ -86,6 +86,8 @@ class PagedCache:
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
+        # Of these, by sequence, what its target has not reported yet.
+        self.unreported_hits: dict[int, int] = {}
         self._num_layers, self._dims, self._dtype = (
             num_layers,
             (head_dim, v_head_dim or head_dim),
@@ -241,6 +243,7 @@ class PagedCache:
         """
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
+            self.unreported_hits.pop(seq_id, None)
             self._shrink(sequence, 0)
             self._block_table.free_row(sequence.row)
 
@@ -261,13 +264,17 @@ class PagedCache:
         ):
             return 0
         self.prefix_queries += len(tokens)
+        if sequence is None or not sequence.tokens:
+            self.unreported_hits.pop(seq_id, None)
         parent = b"" if sequence is None else sequence.last_hash
         found = list(self._find_pages(parent, tokens[:-1]))
         if not found:
             return 0
         self._attach(sequence or self._add_sequence(seq_id), found, tokens)
-        self.prefix_hits += len(found) * self.page_size
-        return len(found) * self.page_size
+        num_found = len(found) * self.page_size
+        self.prefix_hits += num_found
+        self.unreported_hits[seq_id] = self.unreported_hits.get(seq_id, 0) + num_found
+        return num_found
 
     def slots(self, seq_id: int, start: int, stop: int) -> Tensor:  # [stop - start]
         """Return the slots of `keys` and `values` that hold these positions."""

@@ -7,7 +7,7 @@ of every pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -123,7 +123,7 @@ class TargetModel:
             masked = None if masks is None else masks.result()
         verdicts: list[Verdict] = []
         if decided:
-            verdicts = self._verdicts(decided, logits, masked)
+            verdicts = self._with_hits(self._verdicts(decided, logits, masked))
             if self._returns_hidden:
                 self._keep_hidden(decided, verdicts, logits.rows[:, self.info.vocab_size :])
         if self.on_hidden is not None:
@@ -196,6 +196,18 @@ class TargetModel:
                 verdict = Verdict(step.seq_id, accepted, token, rows.get(step.seq_id))
             verdicts.append(verdict)
         return verdicts
+
+    def _with_hits(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """Add what the prefix cache had of a sequence to the first decision on it."""
+        hits = self.runner.cache.unreported_hits
+        if not hits:
+            return verdicts
+        return [
+            replace(verdict, cached_tokens=hits.pop(verdict.seq_id))
+            if verdict.is_decision and verdict.seq_id in hits
+            else verdict
+            for verdict in verdicts
+        ]
 
     def _outcomes(
         self,

@@ -59,8 +59,8 @@ _POLICY = struct.Struct("<QQ?Qd? dQddddd")
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, num_cached, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQQ??I")  # seq_id, start, gamma, needs_verdict, support
-_VERDICT = struct.Struct("<QQQ?")  # seq_id, accepted, next_token, is_decision
-_STATS = struct.Struct("<?QQQQQQQdd")  # the numbers of Stats
+_VERDICT = struct.Struct("<QQQ?Q")  # seq_id, accepted, next_token, is_decision, cached_tokens
+_STATS = struct.Struct("<?QQQQQQQQdd")  # the numbers of Stats
 _SPAN = struct.Struct("<dd")  # start, end
 _CHUNK = struct.Struct("<QQ")  # seq_id, start
 _HIDDEN = struct.Struct("<QQQQ")  # seq_id, start, num_positions, num_bytes
@@ -406,7 +406,13 @@ def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
 
 def write_verdict(verdict: Verdict, arrays: ArrayWriter) -> Row:
     return (
-        _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token, verdict.is_decision),
+        _VERDICT.pack(
+            verdict.seq_id,
+            verdict.accepted,
+            verdict.next_token,
+            verdict.is_decision,
+            verdict.cached_tokens,
+        ),
         _write_logprobs(verdict.logprobs),
         verdict.error,
         write_prompt_logprobs(verdict.prompt_logprobs),
@@ -415,7 +421,7 @@ def write_verdict(verdict: Verdict, arrays: ArrayWriter) -> Row:
 
 def read_verdict(row: Any, arrays: ArrayReader) -> Verdict:
     numbers, logprobs, error, prompt_logprobs = row
-    seq_id, accepted, next_token, is_decision = _VERDICT.unpack(numbers)
+    seq_id, accepted, next_token, is_decision, cached_tokens = _VERDICT.unpack(numbers)
     return Verdict(
         seq_id,
         accepted,
@@ -424,6 +430,7 @@ def read_verdict(row: Any, arrays: ArrayReader) -> Verdict:
         None if error is None else require_text(error),
         read_prompt_logprobs(prompt_logprobs),
         is_decision,
+        cached_tokens,
     )
 
 
@@ -458,6 +465,7 @@ def _write_stats(stats: Stats) -> Row:
         stats.anticipated,
         stats.resumed,
         stats.drafts,
+        stats.cached_tokens,
     )
     numbers = _STATS.pack(stats.lossless, *counts, stats.queue_time_ms, stats.prefill_time_ms)
     by_position = pack_column("I", stats.accepted_by_position)
@@ -466,12 +474,13 @@ def _write_stats(stats: Stats) -> Row:
 
 def _read_stats(row: Any) -> Stats:
     verifier, numbers, irreproducible, by_position = row
-    *counts, drafts, queue_time_ms, prefill_time_ms = _STATS.unpack(numbers)
+    *counts, drafts, cached_tokens, queue_time_ms, prefill_time_ms = _STATS.unpack(numbers)
     return replace(
         Stats(require_text(verifier), *counts),
         irreproducible=None if irreproducible is None else require_text(irreproducible),
         drafts=drafts,
         accepted_by_position=unpack_column("I", by_position),
+        cached_tokens=cached_tokens,
         queue_time_ms=queue_time_ms,
         prefill_time_ms=prefill_time_ms,
     )

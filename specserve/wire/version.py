@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specserve.errors import VersionMismatch
 from specserve.version import __version__
 
-VERSION = 16
+VERSION = 17
 RELEASE = __version__
 
 

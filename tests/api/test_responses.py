@@ -54,6 +54,7 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.Ope
         "prompt_tokens": prompt_tokens,
         "completion_tokens": NUM_TOKENS,
         "total_tokens": prompt_tokens + NUM_TOKENS,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert (
         answer.specserve["mean_accepted_length"]
@@ -191,6 +192,7 @@ def test_several_prompts_and_n_are_choices_in_order(server: RunningServer) -> No
         "prompt_tokens": sum(lengths) // 2,
         "completion_tokens": 30,
         "total_tokens": sum(lengths) // 2 + 30,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert answer["specserve"]["rounds"] == answer["specserve"]["drafts"] == 6 * 3
     assert answer["specserve"]["accepted_by_position"] == [6, 6]
@@ -207,6 +209,38 @@ def test_several_prompts_and_n_are_choices_in_order(server: RunningServer) -> No
             chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index
         )
         assert text == answer["choices"][index]["text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/completions", {"prompt": "x" * 90}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 90}]}),
+    ],
+)
+def test_usage_says_how_much_of_the_prompt_was_cached(
+    server: RunningServer, path: str, members: dict[str, object]
+) -> None:
+    server.service.cached_tokens = [48, 48]
+    body = members | {"max_tokens": 5}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    usages = [
+        server.ask(path, body).json["usage"],
+        *(
+            chunk["usage"]
+            for chunk in server.ask(path, body | {"stream": True, "stream_options": options}).events
+        ),
+    ]
+    assert len(usages) > 3
+    assert {usage["prompt_tokens_details"]["cached_tokens"] for usage in usages} == {48}
+
+
+def test_what_one_continuation_has_from_another_of_its_prompt_was_not_cached(
+    server: RunningServer,
+) -> None:
+    server.service.cached_tokens = [16, 48, 32, 0]
+    answer = server.ask("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 5}).json
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
 def test_echo_puts_the_prompt_in_front_once(server: RunningServer) -> None:

@@ -86,7 +86,7 @@ def test_generate_prints_ids_and_statistics_as_json(
     assert set(printed["stats"]) == {
         "verifier", "lossless", "rounds", "drafted", "accepted", "mean_accepted_length",
         "target_passes", "anticipated", "resumed", "reproducible", "irreproducible",
-        "drafts", "accepted_by_position", "queue_time_ms", "prefill_time_ms",
+        "drafts", "accepted_by_position", "cached_tokens", "queue_time_ms", "prefill_time_ms",
     }  # fmt: skip
     assert printed["stats"]["verifier"] == "speculative"
     assert len(printed["token_ids"]) == 5

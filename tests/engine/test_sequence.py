@@ -121,6 +121,19 @@ def test_accepted_draft_tokens_are_counted_by_their_position() -> None:
     assert (chunk.stats.drafts, chunk.stats.accepted_by_position) == (3, (2, 1))
 
 
+@pytest.mark.parametrize(("resets_at", "cached"), [(None, 16), (0, 0), (1, 16)])
+def test_pages_that_a_sequence_finds_after_a_preemption_are_not_counted(
+    resets_at: int | None, cached: int
+) -> None:
+    sequence = make(range(40))
+    sequence.started_at = 0.0
+    for number, found in enumerate((16, 32)):
+        if number == resets_at:
+            sequence.reset_caches()
+        sequence.commit(Verdict(5, 0, 7, None, cached_tokens=found), None)
+    assert sequence.stats.cached_tokens == cached
+
+
 def test_ignore_eos_ignores_the_models_end_but_not_the_requests_own_stops() -> None:
     sequence = make(ignore_eos=True, stop_token_ids=frozenset({STOP}))
     assert commit(sequence, (10, EOS), accepted=2, next_token=EOS).finish is None

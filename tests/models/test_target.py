@@ -117,6 +117,27 @@ def test_the_pages_of_a_prompt_are_found_in_the_next_pass_even_if_its_sequence_h
     model.runner.cache.check()
 
 
+def test_what_the_prefix_cache_had_is_reported_with_the_first_decision(checkpoint: Path) -> None:
+    model, prompt = open_target_model(checkpoint), PROMPT * 2
+    whole = VerifyStep(0, 0, prompt, (), None, policy())
+    chunk = replace(whole, seq_id=1, tokens=prompt[:48], needs_verdict=False)
+    rest = replace(whole, seq_id=1, start=48, tokens=prompt[48:])
+    steps = [
+        whole,
+        chunk,
+        chunk,
+        rest,
+        replace(whole, seq_id=1, start=80, tokens=(5,)),
+        replace(whole, seq_id=2),
+        replace(whole, seq_id=2),
+    ]
+    found = [[verdict.cached_tokens for verdict in model.verify([step])] for step in steps]
+    assert found == [[0], [], [], [48], [0], [64], [64]], "a step that is repeated counts once"
+    model.verify([replace(chunk, seq_id=3)])
+    model.release([3])
+    assert model.runner.cache.unreported_hits == {}
+
+
 def test_draft_tokens_behind_a_prompt_are_not_found_in_the_prefix_cache(checkpoint: Path) -> None:
     model = open_target_model(checkpoint)
     drafts = tuple(range(8))

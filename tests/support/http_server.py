@@ -62,6 +62,7 @@ class FakeService:
     hangs_after: int | None = None  # chunks; then nothing more comes
     state: Status = field(default_factory=lambda: Status(ready=True, healthy=True, replicas=1))
     requests: list[Request] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)  # of the next requests
     num_live: int = 0
     num_chunks: int = 0
     tokens: tuple[int, ...] | None = None  # of `output`, if they are known
@@ -120,6 +121,7 @@ class FakeService:
         ids = ids[: request.max_tokens]
         finish = FinishReason.STOP if ids[-1] == 0 else FinishReason.LENGTH
         start, rounds = 0, 0
+        cached_tokens = self.cached_tokens.pop(0) if self.cached_tokens else 0
         for size in cycle(_ROUNDS):
             tokens = ids[start : start + size]
             stop, rounds = start + len(tokens), rounds + 1
@@ -138,6 +140,7 @@ class FakeService:
                 target_passes=rounds + 1,
                 drafts=rounds,
                 accepted_by_position=_by_position(stop, rounds),
+                cached_tokens=cached_tokens,
                 queue_time_ms=1.5,
                 prefill_time_ms=20.25,
             )

@@ -142,6 +142,7 @@ verdicts = st.builds(
     st.none() | st.text(),
     st.none() | prompt_logprobs(),
     st.booleans(),
+    counts,
 )
 spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(
@@ -151,6 +152,7 @@ stats = st.builds(
     *(counts for _ in range(6)),
     drafts=counts,
     accepted_by_position=st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
+    cached_tokens=counts,
     queue_time_ms=reals,
     prefill_time_ms=reals,
 )
@@ -452,7 +454,7 @@ def head(
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
-GOOD_ROW = (bytes(25), None, None, None)
+GOOD_ROW = (bytes(33), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -501,17 +503,17 @@ GOOD_ROW = (bytes(25), None, None, None)
         ),
         [head(rows=(b"",))],
         [head(rows=((bytes(23), None, None),))],
-        [head(rows=((bytes(25), None, None),))],
-        [head(rows=((bytes(25), None, 7, None),))],
-        [head(rows=((bytes(25), (bytes(8), bytes(4), bytes(4), b""), None, None),))],
-        [head(rows=((bytes(25), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None, None),))],
-        [head(rows=((bytes(25), (bytes(7), b"", b"", b""), None, None),))],
-        [head(rows=((bytes(25), None, None, (bytes(16), b"", b"", b"")),))],
-        [head(rows=((bytes(25), None, None, (bytes(15), b"", b"", b"", b"")),))],
-        [head(rows=((bytes(25), None, None, (bytes(16), bytes(4), b"", b"", b"")),))],
-        [head(rows=((bytes(25), None, None, (bytes(16), bytes(3), b"", b"", b"")),))],
-        [head(rows=((bytes(25), None, None, (bytes(16), "", b"", b"", b"")),))],
-        [head(rows=((bytes(25), None, None, (b"\xff" * 16, b"", b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None),))],
+        [head(rows=((bytes(33), None, 7, None),))],
+        [head(rows=((bytes(33), (bytes(8), bytes(4), bytes(4), b""), None, None),))],
+        [head(rows=((bytes(33), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None, None),))],
+        [head(rows=((bytes(33), (bytes(7), b"", b"", b""), None, None),))],
+        [head(rows=((bytes(33), None, None, (bytes(16), b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None, (bytes(15), b"", b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None, (bytes(16), bytes(4), b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None, (bytes(16), bytes(3), b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None, (bytes(16), "", b"", b"", b"")),))],
+        [head(rows=((bytes(33), None, None, (b"\xff" * 16, b"", b"", b"", b"")),))],
         [head(rows=({},))],
         [head(rows=({1: 2},))],
         [head(rows=(msgpack.ExtType(5, b"x"),))],

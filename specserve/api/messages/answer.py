@@ -80,11 +80,12 @@ class MessageResponse(EventResponse):
         }
 
     def _message_usage(self, num_written: int) -> dict[str, object]:
-        """Return the counts. How much of the prompt was cached is not known here."""
+        """Return the counts; tokens of the prompt that were cached are no input tokens."""
+        cached = self._generation.num_cached_tokens
         usage: dict[str, object] = {
-            "input_tokens": self._generation.num_prompt_tokens,
+            "input_tokens": self._generation.num_prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": cached,
             "output_tokens": num_written,
         }
         if num_written and (thinking := self._generation.num_reasoning_tokens) is not None:

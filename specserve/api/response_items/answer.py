@@ -75,13 +75,13 @@ class ItemsResponse(EventResponse):
         }
 
     def _token_usage(self) -> dict[str, object]:
-        """Return the counts. How much of the prompt was cached is not known here."""
+        cached = self._generation.num_cached_tokens
         read = self._generation.num_prompt_tokens
         written = self._generation.num_completion_tokens
         reasoning = self._generation.num_reasoning_tokens or 0
         return {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": read + written,

@@ -118,6 +118,17 @@ def test_a_stream_has_the_events_of_a_message_in_order(server: RunningServer) ->
     )
 
 
+def test_cached_tokens_of_the_prompt_are_no_input_tokens(server: RunningServer) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 90}]}
+    length = ask(server, **body).json["usage"]["input_tokens"]
+    server.service.cached_tokens = [48, 48]
+    usage, streamed = ask(server, **body).json["usage"], events(ask(server, **body, stream=True))
+    found = [usage, streamed[0]["message"]["usage"], streamed[-2]["usage"]]
+    assert [(one["input_tokens"], one["cache_read_input_tokens"]) for one in found] == (
+        3 * [(length - 48, 48)]
+    )
+
+
 def test_the_client_puts_a_stream_together(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model="demo", max_tokens=200, messages=HELLO) as stream:
         assert "".join(stream.text_stream) == TEXT

@@ -392,7 +392,9 @@ def test_a_text_resumes_on_another_engine_where_it_was(
                         (
                             replace(
                                 chunk(engine.numbers[life], start, token),
-                                stats=replace(lost, queue_time_ms=life + 1.0),
+                                stats=replace(
+                                    lost, queue_time_ms=life + 1.0, cached_tokens=16 + life
+                                ),
                             ),
                         )
                     )
@@ -406,6 +408,7 @@ def test_a_text_resumes_on_another_engine_where_it_was(
             drafts=1,
             accepted_by_position=(1, 0, 1),
             queue_time_ms=9.0,
+            cached_tokens=32,
         )
         sender.send(
             Chunks((replace(chunk(engine.numbers[3], 3, 8, FinishReason.LENGTH), stats=stats),))
@@ -419,6 +422,7 @@ def test_a_text_resumes_on_another_engine_where_it_was(
             irreproducible="a GPU",
             drafts=3,
             accepted_by_position=(3, 2, 1),
+            cached_tokens=16,
         )
         assert heard[-1].stats.queue_time_ms == 1, "of the engine that began"
         assert len(engine.resumed) == 3
