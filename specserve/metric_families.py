@@ -243,6 +243,18 @@ FAMILIES = (
         bounds=_REQUEST_S,
     ),
     MetricFamily(
+        "time_to_first_token_engine_seconds",
+        MetricKind.HISTOGRAM,
+        "The engine's part of it: its queue, and the prefill.",
+        bounds=_REQUEST_S,
+    ),
+    MetricFamily(
+        "time_to_first_token_framework_seconds",
+        MetricKind.HISTOGRAM,
+        "The rest of it: HTTP, tokenizing, routing and the way of the token back.",
+        bounds=_ROUND_S,
+    ),
+    MetricFamily(
         "time_per_output_token_seconds",
         MetricKind.HISTOGRAM,
         "Mean time a token after the first, of one continuation.",

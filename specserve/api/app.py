@@ -36,6 +36,7 @@ from specserve.api.playground.page import HOME, PARTS, REFERENCE, Page
 from specserve.api.probes import Probes
 from specserve.api.refusal import Refusal
 from specserve.api.request_spans import RequestSpans
+from specserve.api.responses import FIGURE_HEADERS
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
@@ -52,7 +53,7 @@ COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 GENERATING = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
+_EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After", *FIGURE_HEADERS.values())
 
 
 def build(

@@ -65,10 +65,11 @@ class EventResponse(GenerationResponse):
             if not self._stream:
                 async for _ in events:
                     pass
-                await _send_json(send, self._whole())
+                await _send_json(send, self._whole(), self._figure_headers())
                 return
             first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = STREAM_HEADERS + self._start_headers()
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send_event(send, self._line(first))
             try:
                 async for event in events:
@@ -87,11 +88,12 @@ class EventResponse(GenerationResponse):
         return refusal
 
 
-async def _send_json(send: Send, content: object) -> None:
+async def _send_json(send: Send, content: object, figures: list[tuple[bytes, bytes]]) -> None:
     body = to_json(content).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
+        *figures,
     ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -18,6 +18,8 @@ class RequestMetrics:
         self._success = registry.counter("request_success_total")
         self._failure = registry.counter("request_failure_total")
         self._time_to_first_token = registry.histogram("time_to_first_token_seconds")
+        self._first_token_engine = registry.histogram("time_to_first_token_engine_seconds")
+        self._first_token_framework = registry.histogram("time_to_first_token_framework_seconds")
         self._time_per_token = registry.histogram("time_per_output_token_seconds")
         self._inter_token = registry.histogram("inter_token_latency_seconds")
         self._latency = registry.histogram("e2e_request_latency_seconds")
@@ -48,6 +50,11 @@ class RequestMetrics:
         assert continuation.finish is not None
         self._success.add(1, continuation.finish.value)
         self._latency.observe(latency)
+        stats, first_token = continuation.stats, continuation.time_to_first_token
+        if stats is not None and first_token is not None:
+            engine = (stats.queue_time_ms + stats.prefill_time_ms) / 1e3
+            self._first_token_engine.observe(engine)
+            self._first_token_framework.observe(max(0.0, first_token - engine))
         if len(continuation.token_ids) > 1:
             self._time_per_token.observe(after_first / (len(continuation.token_ids) - 1))
 

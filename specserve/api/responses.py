@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 
 DELIVERY_S = 10.0
 """Seconds that a client has to take what is left of its answer at the end of its request's time."""
+FIGURES_AT_START = ("cached_tokens", "queue_time_ms", "prefill_time_ms")
+FIGURES_AT_END = ("time_to_first_token_ms", "drafts", "drafted", "accepted", "accepted_by_position")
+FIGURE_HEADERS = {
+    name: f"x-specserve-{name}".replace("_", "-") for name in FIGURES_AT_START + FIGURES_AT_END
+}
+"""Headers with the figures of a request. A stream has those that its start knows."""
 SLICE = 64 * 1024  # characters of a response that are encoded at once
 
 
@@ -141,13 +147,33 @@ class GenerationResponse(Response):
 
     def _speculation(self) -> dict[str, object]:
         """Return the member `specserve`; it is left out when the engine sent no stats."""
+        figures = self._figures()
+        return {"specserve": figures} if figures else {}
+
+    def _figure_headers(self, names: Iterable[str] = FIGURE_HEADERS) -> list[tuple[bytes, bytes]]:
+        """Return headers with the figures of these names, as far as the engine sent them."""
+        figures = self._figures()
+        if figures:
+            figures["cached_tokens"] = self._generation.num_cached_tokens
+        return [
+            (FIGURE_HEADERS[name].encode(), to_json(figures[name]).strip("[]").encode())
+            for name in names
+            if figures.get(name) is not None
+        ]
+
+    def _start_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers of figures that are known at the start of a stream of one text."""
+        has_one = len(self._generation.continuations) == 1
+        return self._figure_headers(FIGURES_AT_START) if has_one else []
+
+    def _figures(self) -> dict[str, object]:
         continuations = self._generation.continuations
         stats = [one.stats for one in continuations if one.stats is not None]
         if not stats:
             return {}
         # The times belong to one text; an answer with several has none.
         times = _times_json(continuations[0], stats[0]) if len(continuations) == 1 else {}
-        return {"specserve": _speculation_json(stats) | times}
+        return _speculation_json(stats) | times
 
 
 class FullResponse(GenerationResponse):
@@ -168,6 +194,7 @@ class FullResponse(GenerationResponse):
         slices = [part.encode() async for part in _slices(self._json(deltas, sent))]
         length = str(sum(map(len, slices))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        headers += self._figure_headers()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number, body in enumerate(slices, 1):
             more = number < len(slices)

@@ -58,7 +58,8 @@ class StreamedResponse(GenerationResponse):
         async with self._generation as generation:
             events = self._events(generation)
             first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = STREAM_HEADERS + self._start_headers()
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send_event(send, first)
             try:
                 async for event in events:

@@ -19,6 +19,7 @@ from tests.support.http_server import (
     CONTEXT,
     TEXT,
     FakeService,
+    Reply,
     RunningServer,
     demo_tokenizer,
     serving,
@@ -233,6 +234,53 @@ def test_usage_says_how_much_of_the_prompt_was_cached(
     ]
     assert len(usages) > 3
     assert {usage["prompt_tokens_details"]["cached_tokens"] for usage in usages} == {48}
+
+
+FIGURES = {
+    "x-specserve-cached-tokens": "48",
+    "x-specserve-queue-time-ms": "1.5",
+    "x-specserve-prefill-time-ms": "20.25",
+}
+FIGURES_AT_END = {
+    "x-specserve-drafts": "3",
+    "x-specserve-drafted": "12",
+    "x-specserve-accepted": "2",
+    "x-specserve-accepted-by-position": "1,1",
+}
+
+
+def figure_headers(reply: Reply) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name in EVERY_FIGURE}
+
+
+EVERY_FIGURE = {*FIGURES, *FIGURES_AT_END, "x-specserve-time-to-first-token-ms"}
+MESSAGES = {"messages": CHAT, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 5}),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 5}),
+        ("/v1/messages", MESSAGES),
+    ],
+)
+def test_the_figures_of_a_request_are_headers(
+    server: RunningServer, path: str, body: dict[str, object]
+) -> None:
+    server.service.cached_tokens = [48, 48]
+    found = figure_headers(server.ask(path, body))
+    assert float(found.pop("x-specserve-time-to-first-token-ms")) > 0
+    assert found == FIGURES | FIGURES_AT_END
+    assert figure_headers(server.ask(path, body | {"stream": True})) == FIGURES
+
+
+def test_times_are_no_headers_where_there_are_several_texts(server: RunningServer) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "n": 2}
+    found = figure_headers(server.ask("/v1/completions", body))
+    assert sorted(found) == sorted([*FIGURES_AT_END, "x-specserve-cached-tokens"])
+    assert figure_headers(server.ask("/v1/completions", body | {"stream": True})) == {}
 
 
 def test_what_one_continuation_has_from_another_of_its_prompt_was_not_cached(

@@ -178,12 +178,14 @@ def test_metrics_are_the_gateways_and_all_replicas_together() -> None:
         read[(name + "_count",)]
         for name in (
             "time_to_first_token_seconds",
+            "time_to_first_token_engine_seconds",
+            "time_to_first_token_framework_seconds",
             "time_per_output_token_seconds",
             "inter_token_latency_seconds",
             "e2e_request_latency_seconds",
         )
     ]
-    assert counted == [2, 2, 4, 2]  # five tokens come in three chunks: 1, 3 and 1
+    assert counted == [2, 2, 2, 2, 4, 2]  # five tokens come in three chunks: 1, 3 and 1
     assert (
         0 < read[("time_to_first_token_seconds_sum",)] <= read[("e2e_request_latency_seconds_sum",)]
     )

@@ -199,6 +199,7 @@ def test_usage_of_a_completion_counts_encoder_input_and_text_separately(
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
