@@ -14,6 +14,8 @@ from pathlib import Path
 
 from lab.bench.start import server
 from specserve.cli.default_model import chat_model_file
+from tests.conformance.agent import TURNS
+from tests.conformance.agent import table as agent_table
 from tests.conformance.checks import CHAT, DEMO, SCRIPTED
 from tests.conformance.clients import CLIENTS, Client, ClientRun, install, run_client
 from tests.conformance.page import page, unknown_failures
@@ -35,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     engines = (options.engine,) if options.engine else _engines()
     runs = _run_quickly() if options.quick else _run_all(options.only, engines)
-    text = page(runs)
+    text = page(runs, [] if options.quick else list(agent_table(TURNS)))
     print(text)
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")

@@ -27,8 +27,22 @@ What LangChain's suite skips needs pictures, audio or PDFs, a second model or re
 """
 
 
-def page(runs: Sequence[ClientRun]) -> str:
-    """Return the page of these runs."""
+AGENT = """
+## Sessions of agents
+
+Command: `python -m tests.conformance.agent`, which the one above runs, too. A session of an agent
+is held in chats, responses and messages over one real engine: a request with tools, two calls in
+one answer, their results, an answer, the next request. The model is tiny and made to write a
+script, reasoning included; the template keeps the reasoning of earlier turns or drops it. All three
+protocols sent the engine the same prompts and returned the same texts in every turn, and each turn
+found more of its prompt [cached](../guides/http.md#cached-tokens) than the one before. Dropped
+reasoning changes the prompt where the last answer began, so the answer's pages are not found.
+"""
+"""Section before the table of tests/conformance/agent.py."""
+
+
+def page(runs: Sequence[ClientRun], agent_table: Sequence[str] = ()) -> str:
+    """Return the page of these runs, and of an agent's sessions."""
     lines = [
         INTRODUCTION.format(when=date.today(), machine=machine(), demo=DEMO, scripted=SCRIPTED),
         "| client | engine | checks | passed | failed | skipped |",
@@ -36,6 +50,7 @@ def page(runs: Sequence[ClientRun]) -> str:
         *map(_row, runs),
         "",
         *_reasons(runs),
+        *([AGENT, *agent_table] if agent_table else ()),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -42,6 +42,13 @@ def test_the_page_counts_outcomes_and_gives_every_reason() -> None:
     assert "good" not in text
 
 
+def test_the_page_has_the_sessions_of_agents_if_they_were_held() -> None:
+    assert "Sessions of agents" not in page([RUN])
+    text = page([RUN], ["| a |", "|---|"])
+    assert "## Sessions of agents" in text
+    assert text.endswith("\n\n| a |\n|---|\n")
+
+
 def test_a_page_without_failures_says_so() -> None:
     assert page([ClientRun("some", SCRIPTED, (), ())]).endswith("No check failed or was skipped.\n")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,7 @@ import pytest
 from specserve import LLM, Sampling
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import config_from_keys
-from specserve.engine import Coordinator
 from specserve.errors import BadValue, TooLong, UnsupportedModel
-from specserve.llm.inprocess import open_parts
-from specserve.types import Chunk, Request
 from tests.support.checkpoints import (
     CONTEXT,
     ENCODER_DECODERS,
@@ -24,8 +21,9 @@ from tests.support.checkpoints import (
     perturb,
     write,
 )
+from tests.support.engine_service import EngineService
 from tests.support.engines import library_greedy_encoder_decoder
-from tests.support.http_server import FakeService, RunningServer, serving
+from tests.support.http_server import RunningServer, serving
 
 SMALL: dict[str, Any] = {
     "target.dtype": "float32",
@@ -127,40 +125,13 @@ def test_float16_is_an_error(pair: tuple[Path, Path]) -> None:
         LLM(pair[0], **SMALL | {"target.dtype": "float16"})
 
 
-class EngineService(FakeService):
-    """A service over a real engine, behind the real server."""
-
-    def __init__(self, target: Path) -> None:
-        super().__init__()
-        self._config = config_from_keys(
-            {}, SMALL | {"target.path": str(target), "draft.kind": "prompt_copy"}
-        )
-        self._parts = open_parts(self._config)
-
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        chunks: list[Chunk] = []
-        parts = self._parts
-        coordinator = Coordinator(
-            parts.target,
-            parts.drafter,
-            info=parts.info,
-            limits=self._config.limits,
-            speculation=self._config.speculation,
-            emit=chunks.extend,
-            draft_context=parts.draft_context,
-        )
-        coordinator.submit(request)
-        while coordinator.has_work:
-            await coordinator.round()
-            for chunk in chunks:
-                yield chunk
-            chunks.clear()
-
-
 @pytest.fixture(scope="module")
 def server(pair: tuple[Path, Path]) -> Iterator[RunningServer]:
+    config = config_from_keys(
+        {}, SMALL | {"target.path": str(pair[0]), "draft.kind": "prompt_copy"}
+    )
     with serving(
-        EngineService(pair[0]),
+        EngineService(config),
         tokenizer=Tokenizer.load(pair[0]),
         is_encoder_decoder=True,
         max_context=100,

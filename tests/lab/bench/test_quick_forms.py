@@ -65,6 +65,7 @@ ELSEWHERE = {
     "tests.gpu": "tests/gpu/test_rehearsal.py: each of its steps on an emulated card",
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
     "tests.chaos.network": "tests/chaos/test_network.py",
+    "tests.conformance.agent": "tests/conformance/test_agent.py",
 }
 """Commands whose tiny form another test runs."""
 NO_TINY_FORM = {
