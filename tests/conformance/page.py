@@ -30,13 +30,13 @@ What LangChain's suite skips needs pictures, audio or PDFs, a second model or re
 AGENT = """
 ## Sessions of agents
 
-Command: `python -m tests.conformance.agent`, which the one above runs, too. A session of an agent
-is held in chats, responses and messages over one real engine: a request with tools, two calls in
-one answer, their results, an answer, the next request. The model is tiny and made to write a
-script, reasoning included; the template keeps the reasoning of earlier turns or drops it. All three
-protocols sent the engine the same prompts and returned the same texts in every turn, and each turn
-found more of its prompt [cached](../guides/http.md#cached-tokens) than the one before. Dropped
-reasoning changes the prompt where the last answer began, so the answer's pages are not found.
+Command: `python -m tests.conformance.agent`, which the one above runs, too. An agent's session is
+held in chats, responses and messages over one real engine: a request with tools, two calls in one
+answer, their results, an answer. A tiny model is made to write a script, reasoning included; the
+template keeps or drops the reasoning of earlier turns. In every turn all three protocols sent the
+engine the same prompt and returned the same text, and more of the prompt was
+[cached](../guides/http.md#cached-tokens) than in the turn before. Where reasoning is dropped, the
+pages of the last answer are of no use.
 """
 """Section before the table of tests/conformance/agent.py."""
 
