@@ -71,11 +71,10 @@ class Sequence:
         decoder_start: int | None = None,
         irreproducible: str | None = None,
     ) -> None:
-        self.seq_id = seq_id
+        self.seq_id, self.policy = seq_id, policy
         self.client = request.client
         self.priority = request.priority  # among the client's sequences; a lower one runs first
         self.turn = 0  # set when the sequence starts to run: higher than those that run already
-        self.policy = policy
         # What the encoder reads, whole, with the first token.
         self.encoder_input = () if decoder_start is None else request.prompt
         prompt = request.prompt if decoder_start is None else (decoder_start,)
@@ -84,9 +83,8 @@ class Sequence:
         self.draft_cached = 0  # valid positions in the drafter's cache
         # Positions that the drafter has room for; 0 when nothing drafts.
         self.draft_limit = draft_limit if len(self.encoder_input) <= draft_limit else 0
-        self.grammar = request.grammar
+        self.grammar, self.requested_gamma = request.grammar, request.speculation.gamma
         self.awaits_grammar = False  # the target has yet to compile it
-        self.requested_gamma = request.speculation.gamma
         self.finish: FinishReason | None = None
         # Alternatives beside each token of the prompt; None: no logprobs, or a chunk with tokens,
         # which comes after all of them, was sent.
