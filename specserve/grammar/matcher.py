@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._compiled[grammar] = matcher
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return GrammarMatcher(self, matcher.deep_copy())
+        return GrammarMatcher(self, matcher.deep_copy(), names_tokens=_names_tokens(grammar))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         return LLMatcher(
@@ -124,8 +124,14 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, compiler: GrammarCompiler, matcher: LLMatcher | None, *, error: str | None = None
+        self,
+        compiler: GrammarCompiler,
+        matcher: LLMatcher | None,
+        *,
+        names_tokens: bool = False,
+        error: str | None = None,
     ) -> None:
+        self.names_tokens = names_tokens
         self.tokens: list[int] = []
         self._compiler, self._matcher = compiler, matcher
         self._num_consumed = 0  # tokens that the grammar has accepted
@@ -216,6 +222,7 @@ class GrammarMatcher:
         other = GrammarMatcher(
             self._compiler,
             None if self._matcher is None else self._matcher.deep_copy(),
+            names_tokens=self.names_tokens,
             error=self._error,
         )
         other.tokens, other._num_consumed = list(self.tokens), self._num_consumed
@@ -228,6 +235,11 @@ class GrammarMatcher:
         self._num_consumed += self._matcher.try_consume_tokens(
             list(tokens_before_end(self.tokens[self._num_consumed :], self._compiler.end_ids))
         )
+
+
+def _names_tokens(grammar: Grammar) -> bool:
+    """Return whether a grammar may name tokens by their ids."""
+    return grammar.kind == "lark" and "<[" in grammar.text
 
 
 def tokens_before_end(tokens: Sequence[int], end_ids: frozenset[int]) -> Sequence[int]:

@@ -93,10 +93,19 @@ def _groups(texts: Sequence[_WaitingText]) -> Iterator[list[_WaitingText]]:
         yield group
 
 
+def _reusable(text: _WaitingText) -> LLMatcher:
+    """Return the text's matcher, or a copy where the library cannot take back the draft tokens.
+
+    By trial, llguidance 1.9.1 counts the bytes of tokens that a grammar names by id as others.
+    """
+    own = text.library_matcher
+    return own.deep_copy() if text.matcher.names_tokens else own
+
+
 def _fill(compiler: GrammarCompiler, texts: Sequence[_WaitingText], bits: Bits) -> None:
     without_drafts = [(text.library_matcher, text.first) for text in texts if not text.drafts]
     with_drafts = [
-        (text.library_matcher, text.first, list(text.drafts)) for text in texts if text.drafts
+        (_reusable(text), text.first, list(text.drafts)) for text in texts if text.drafts
     ]
     if without_drafts:
         fill_next_token_bitmask_par(compiler.executor, without_drafts, bits)

@@ -133,6 +133,21 @@ def test_masks_behind_drafts_equal_those_of_the_extended_texts(demo: GrammarComp
     assert ids(matchers[2], 4100) == ids(demo.start(SCHEMA), 4100)
 
 
+def test_a_text_goes_on_after_masks_of_drafts_where_its_grammar_names_tokens(
+    demo: GrammarCompiler,
+) -> None:
+    matcher = demo.start(Grammar("lark", "start: <[28]> <[398]> <[50]>"))
+    bits = mask_texts(demo, [(matcher, (28, 398))]).bits
+    rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in rows] == [[28], [398], [50]]
+    matcher.write(0, (28, 398))
+    assert ids(matcher.fork(2), 4100) == [50]
+    mask_texts(demo, [(other := matcher.fork(1), (398,))])
+    other.write(1, (398, 50))
+    assert other.error is None
+    assert not matcher.is_terminated
+
+
 def test_a_slow_grammar_takes_the_time_of_no_other(demo: GrammarCompiler) -> None:
     matchers = [demo.start(SCHEMA) for _ in range(3)]
     matchers[0].mask_s = 1.0  # in the pass before
