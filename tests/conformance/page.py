@@ -6,22 +6,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 
 from specserve.tools.bench.report import machine
-from tests.conformance.checks import DEMO, FAILED, PASSED, SCRIPTED, SKIPPED
+from tests.conformance.checks import CHAT, DEMO, FAILED, PASSED, SCRIPTED, SKIPPED
 from tests.conformance.clients import ClientRun
 
 KNOWN: Mapping[tuple[str, str], str] = {}
 """Failures of a client's check that are understood, and why the server does not answer so."""
+ENGINES = {"demo": DEMO, "scripted": SCRIPTED, "chat": CHAT}
 INTRODUCTION = """# Clients of other projects
 
 {when}, {machine}. Command: `python -m tests.conformance`.
 
 Each client is installed in an environment of its own, at the version in the table, and speaks HTTP
-to a server on this machine. Behind the gateway is one of two engines. *{demo}* is the demo pair by
-`specserve serve`, for what any model can do. *{scripted}* is an engine whose texts follow a script
-(`tests/conformance/answers.py`), for what depends on what a model says: tool calls, structured
-answers, agents. There the gateway alone can fail. guidellm and lm_eval need a model: each request
-must succeed with all its tokens, a generated text must be the one that the server writes when asked
-without a client, and the likelier of two choices must have the higher likelihood.
+to a server on this machine. Behind the gateway is one of three engines. *{demo}* is the demo pair
+by `specserve serve`, for what any model can do. *{scripted}* is an engine whose texts follow a
+script (`tests/conformance/answers.py`), for what depends on what a model says: tool calls,
+structured answers, agents. There the gateway alone can fail. guidellm and lm_eval need a model:
+each request must succeed with all its tokens, a generated text must be the one that the server
+writes when asked without a client, and the likelier of two choices must have the higher likelihood.
+*{chat}* is SmolLM2 with the draft that ships, where its package is installed. bfcl-eval puts 300 of
+its questions to it, half of them greedily and half at T = 1, with at most 128 tokens: each whole
+call must obey the schema of its function, and all answers must be the same without draft tokens.
 
 What LangChain's suite skips needs pictures, audio or PDFs, a second model or recorded traffic.
 """
@@ -44,7 +48,7 @@ pages of the last answer are of no use.
 def page(runs: Sequence[ClientRun], agent_table: Sequence[str] = ()) -> str:
     """Return the page of these runs, and of an agent's sessions."""
     lines = [
-        INTRODUCTION.format(when=date.today(), machine=machine(), demo=DEMO, scripted=SCRIPTED),
+        INTRODUCTION.format(when=date.today(), machine=machine(), **ENGINES),
         "| client | engine | checks | passed | failed | skipped |",
         "|---|---|---|---|---|---|",
         *map(_row, runs),
