@@ -39,14 +39,14 @@ gate: test  ## Run all that needs no GPU: `make test`, then `make test-rest`
 
 CHROMIUM = $(shell sh -c 'command -v chromium || command -v chromium-browser || command -v google-chrome')
 
-test-rest: $(VENV)/installed-for-tests  ## Run tests on Ray and on emulated cards, proofs, tiny forms of commands, and the browser's
-	$(BIN)/python -m tests.support.suite rest $(ARGS)
-	@if test -n "$(CHROMIUM)"; then $(MAKE) test-browser; else \
-		echo "the playground was NOT tested in a browser: there is no Chromium here; on Debian or Ubuntu: apt-get install chromium, then make test-browser"; fi
+test-rest: $(VENV)/installed-for-$(if $(CHROMIUM),browser,tests)  ## Run tests on Ray and on emulated cards, proofs, tiny forms of commands, and the browser's
+	$(BIN)/python -m tests.support.suite rest $(if $(CHROMIUM),--browser) $(ARGS)
+	@test -n "$(CHROMIUM)" || \
+		echo "the playground was NOT tested in a browser: there is no Chromium here; on Debian or Ubuntu: apt-get install chromium, then make test-browser"
 
 # ARGS="--screenshots=docs/guides/playground" takes the pictures of the docs.
 test-browser: $(VENV)/installed-for-browser  ## Test the playground in the system's Chromium
-	$(BIN)/python -m pytest -m browser $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 # A borrowed machine may have torch and no network: `make gpu GPU_PYTHON=python3` runs its own, with
 # what `make gpu-wheels` has brought into .wheels. Each step stays under ten minutes on one card.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.suite import (
+    BROWSED_RAY,
     DEFAULT_S,
     FOLDERS,
     NO_TESTS,
@@ -60,22 +61,37 @@ def test_a_part_without_tests_counts_as_passed(name: str, status: int, tmp_path:
 def test_every_file_is_run_once_by_both_parts_together(durations: Callable[[str], float]) -> None:
     expected = sorted(str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py"))
     measured = {file: float(durations(file)) for file in expected}
-    parts = [deal_part(part, measured) for part in PARTS]
+    parts = [deal_part(part, measured, with_browser=True) for part in PARTS]
     assert sorted(file for lanes in parts for lane in lanes for run in lane for file in run) == (
         expected
     )
 
 
 def test_all_files_on_ray_run_in_one_lane_before_its_others() -> None:
-    (*on_ray, then), (beside,) = deal_part("rest", {})
+    (*on_ray, then), beside = deal_part("rest", {})
     assert {mark_of(ROOT / file) for run in on_ray for file in run} == {"ray"}
-    assert "ray" not in {mark_of(ROOT / file) for file in (*then, *beside)}
+    others = {mark_of(ROOT / file) for run in (then, *beside) for file in run}
+    assert others.isdisjoint({"ray", "browser"})
+
+
+def test_the_browser_has_processes_of_its_own_and_its_server_stands_with_the_others_on_ray() -> (
+    None
+):
+    (*_, with_server, _), (pages, _) = deal_part("rest", {}, with_browser=True)
+    assert with_server == [BROWSED_RAY]
+    assert {mark_of(ROOT / file) for file in pages} == {"browser"}
+    serving = re.compile(r"^from tests\.support\.ray_server", re.MULTILINE)
+    assert not [file for file in pages if serving.search((ROOT / file).read_text("utf-8"))]
+
+
+def test_a_file_ahead_counts_in_the_lane_that_it_runs_in() -> None:
+    assert deal("abc", dict.fromkeys("abc", 1.0), ahead_s=[0.0, 2.5]) == (["a", "b", "c"], [])
 
 
 def test_the_longest_files_are_dealt_first_and_the_lanes_end_together() -> None:
     seconds = {"a": 3.0, "b": 8.0, "c": 5.0, "d": 6.0}
     assert deal(seconds, seconds) == (["b", "a"], ["d", "c"])
-    assert deal(seconds, seconds, ahead_s=20.0) == ([], ["b", "d", "c", "a"])
+    assert deal(seconds, seconds, ahead_s=[20.0, 0.0]) == ([], ["b", "d", "c", "a"])
 
 
 def test_no_test_has_a_mark_that_its_folder_does_not_give() -> None:

@@ -14,8 +14,6 @@ from tests.support.http_server import RunningServer, serving
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
-
 
 def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
     with serving(Slow(hangs_after=12)) as server, tab(browser, server.url) as page:

@@ -14,8 +14,6 @@ from tests.support.http_server import serving
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.browser
-
 
 @pytest.mark.parametrize(
     ("faults", "words"),

@@ -16,8 +16,6 @@ from tests.support.http_server import serving
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-pytestmark = pytest.mark.browser
-
 NOTHING = "\N{EN DASH}"
 
 

@@ -23,8 +23,6 @@ from tests.support.ray_server import served
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.browser
-
 PROMPT = "class Queue:\n    def __init__(self):\n"
 NUM_TOKENS = 96
 

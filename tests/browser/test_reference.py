@@ -6,16 +6,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from docs._build.endpoints import openapi
 from tests.support.browser import KEY, expect, tab
 from tests.support.http_server import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-pytestmark = pytest.mark.browser
 
 
 def test_every_path_and_parameter_is_shown_and_a_key_is_asked_for(

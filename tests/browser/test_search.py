@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import yaml
 
 from tests.support.pages import DOCS, ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-pytestmark = pytest.mark.browser
 
 PAGE = '<nav class="md-header__inner">specserve</nav><script src="{}"></script>'
 

@@ -17,8 +17,6 @@ from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, servi
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.browser
-
 
 def test_text_of_any_script_is_whole_and_each_token_shows_its_origin_and_probability(
     page: Page, server: RunningServer

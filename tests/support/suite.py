@@ -2,8 +2,9 @@
 
 A folder says what its tests need (`FOLDERS`); those without a mark are the core, the part that
 `make test` runs. Files are dealt by the seconds that `durations.json` has of them. Tests on Ray
-stand in one lane, since two clusters on a small machine disturb each other's deadlines. The output
-of the first lane is printed as it comes, that of the second as a whole.
+stand in one lane, since two clusters on a small machine disturb each other's deadlines. With
+`--browser` the rest has the browser's tests, too. The output of the first lane is printed as it
+comes, that of the second as a whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -28,19 +30,24 @@ RECORDED = ROOT / ".pytest_cache" / "v" / "seconds"
 
 FOLDERS = {
     "ray": ("ray", "ray_llm"),
+    "browser": ("browser",),
     "card": ("card", "gpu"),
     "proofs": ("proofs", "families"),
     "forms": ("lab", "chaos", "docs/test_blocks.py", "features/test_removal.py"),
 }
 """The mark of all tests in these folders and files."""
-ALONE = ("tests/ray/test_server.py", "tests/ray/test_several_models.py")
-"""Files on Ray with a process of their own each: handles of Serve waited for ever there, in a
-process that had joined and left a dozen times before."""
+FRESH = ("tests/ray/test_server.py", "tests/ray/test_several_models.py")
+"""Files on Ray with a process of their own: handles of Serve waited for ever there, in a process
+that had joined and left a dozen times before."""
+BROWSED_RAY = "tests/browser/test_real_server.py"
+"""The browser's file on Ray."""
+WITH_BROWSER = ("-m", "not gpu and not long")
+"""Arguments of pytest that select the browser's tests beside those selected anyway."""
 PARTS = ("core", "rest")
 DEFAULT_S = 2.0
 """Seconds of a file that was never measured."""
 NO_TESTS = 5
-"""Exit status of pytest when it finds no tests, as in a file of tests that need a browser."""
+"""Exit status of pytest when it finds no tests, as in a file of tests that need a GPU."""
 
 # A thread of torch that waits for another would otherwise keep the other lane from its core.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -57,30 +64,40 @@ def mark_of(file: Path) -> str | None:
     return None
 
 
-def deal_part(part: str, durations: Mapping[str, float]) -> tuple[Lane, Lane]:
+def deal_part(
+    part: str, durations: Mapping[str, float], *, with_browser: bool = False
+) -> tuple[Lane, Lane]:
     """Return the lanes of a part of the suite."""
-    marks = {
-        str(path.relative_to(ROOT)): mark_of(path) for path in sorted(TESTS.rglob("test_*.py"))
-    }
+    files: defaultdict[str | None, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        files[mark_of(path)].append(str(path.relative_to(ROOT)))
     if part == "core":
-        one, other = deal([file for file, mark in marks.items() if mark is None], durations)
+        one, other = deal(files[None], durations)
         return [one], [other]
-    on_ray = [file for file, mark in marks.items() if mark == "ray" and file not in ALONE]
-    others = [file for file, mark in marks.items() if mark not in (None, "ray")]
-    ray_s = sum(durations.get(file, DEFAULT_S) for file in (*ALONE, *on_ray))
-    one, other = deal(others, durations, ahead_s=ray_s)
-    return [*([file] for file in ALONE), on_ray, one], [other]
+    # Playwright keeps an event loop in its process, where tests cannot run loops of their own.
+    browsed = [[BROWSED_RAY], [file for file in files["browser"] if file != BROWSED_RAY]]
+    browsed_ray, browsed_pages = browsed if with_browser else [[], []]
+    on_ray = [[*FRESH], [file for file in files["ray"] if file not in FRESH], browsed_ray]
+    ahead = [
+        sum(durations.get(file, DEFAULT_S) for run in lane for file in run)
+        for lane in (on_ray, [browsed_pages])
+    ]
+    others = [
+        file for mark, of in files.items() if mark not in (None, "ray", "browser") for file in of
+    ]
+    one, other = deal(others, durations, ahead_s=ahead)
+    return [*on_ray, one], [browsed_pages, other]
 
 
 def deal(
-    files: Iterable[str], durations: Mapping[str, float], *, ahead_s: float = 0.0
+    files: Iterable[str], durations: Mapping[str, float], *, ahead_s: Sequence[float] = (0.0, 0.0)
 ) -> tuple[list[str], list[str]]:
     """Deal files to two lanes, the longest first and to the lane that ends sooner.
 
-    `ahead_s` are the seconds of what the first lane runs before.
+    `ahead_s` are the seconds of what each lane runs before.
     """
     lanes: tuple[list[str], list[str]] = ([], [])
-    loads = [ahead_s, 0.0]
+    loads = list(ahead_s)
     for file in sorted(files, key=lambda file: -durations.get(file, DEFAULT_S)):
         lane = loads.index(min(loads))
         lanes[lane].append(file)
@@ -170,6 +187,9 @@ def main() -> int:
         action="store_true",
         help=f"write the seconds of the last runs into {DURATIONS.name}, and run nothing",
     )
+    parser.add_argument(
+        "--browser", action="store_true", help="with the tests that need Chromium, in the rest"
+    )
     options, for_pytest = parser.parse_known_args()
     if options.write_durations:
         write_durations()
@@ -178,7 +198,9 @@ def main() -> int:
         parser.error("which part?")
     # A selection of tests says nothing of a file's seconds.
     arguments = for_pytest or ["--record-seconds"]
-    return run(arguments, deal_part(options.part, read_durations()))
+    if options.browser:
+        arguments = [*WITH_BROWSER, *arguments]
+    return run(arguments, deal_part(options.part, read_durations(), with_browser=options.browser))
 
 
 if __name__ == "__main__":
