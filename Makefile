@@ -90,7 +90,7 @@ format: $(VENV)/installed-for-tests  ## Format the code and apply the linter's s
 check: $(VENV)/installed-for-tests  ## Check formatting, lint rules, types (strictly) and the import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache
 
 # Built from the contents of the sdist, so that a stale build/ is never included, by the setuptools of
