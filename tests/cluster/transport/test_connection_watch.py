@@ -6,7 +6,6 @@ The receivers are processes of their own, as gateways are.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,6 +19,7 @@ import uvloop
 from specserve.cluster.transport.chunk_stream import SENDER_TIMING, ChunkReceiver, ChunkSender
 from specserve.cluster.transport.connection_watch import AwayTimes
 from specserve.cluster.transport.endpoint import Address, KeyPair
+from tests.support.forks import forks
 from tests.support.relay import Relay
 
 HOST = "127.0.0.1"
@@ -43,7 +43,7 @@ def receive_forever(pipe: Connection, engine_key: bytes) -> None:
 @contextmanager
 def gateway() -> Iterator[tuple[int, Address]]:
     """Start a process with a receiver; yield its id and address."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=receive_forever, args=(theirs, ENGINE.public), daemon=True)
     process.start()
@@ -56,6 +56,14 @@ def gateway() -> Iterator[tuple[int, Address]]:
 def run(main: Coroutine[Any, Any, None], loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(main, SECONDS))
+
+
+def use_away_times(monkeypatch: pytest.MonkeyPatch, *, first: float = SECONDS) -> None:
+    """Let watches wait as long as the tests do, or `first` seconds for the first connection."""
+    monkeypatch.setattr(
+        "specserve.cluster.transport.connection_watch.AwayTimes",
+        lambda: AwayTimes(local=SECONDS, remote=SECONDS, first=first),
+    )
 
 
 async def connected(sender: ChunkSender) -> None:
@@ -137,8 +145,9 @@ def test_a_lost_attempt_to_connect_again_makes_no_gateway_gone() -> None:
 
 @LOOPS
 def test_a_gateway_that_was_never_reached_is_reported(
-    loop: Callable[[], asyncio.AbstractEventLoop],
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_away_times(monkeypatch, first=0.2)  # no other time may be the one that ends
     receiver = ChunkReceiver(HOST)
     receiver.close()
 
@@ -156,10 +165,7 @@ def test_a_connection_that_is_cut_and_comes_back_reports_nothing(
     loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy the machine is: only a peer that stays away would be reported.
-    monkeypatch.setattr(
-        "specserve.cluster.transport.connection_watch.AwayTimes",
-        lambda: AwayTimes(local=SECONDS, remote=SECONDS, first=SECONDS),
-    )
+    use_away_times(monkeypatch)
 
     async def main(address: Address, relay: Relay) -> None:
         gone = asyncio.Event()

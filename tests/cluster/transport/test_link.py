@@ -56,6 +56,7 @@ from specserve.wire.messages import (
     unpack,
 )
 from specserve.wire.version import VERSION
+from tests.support.forks import forks
 
 HOST = "127.0.0.1"
 SECONDS = 20  # until a test that hangs is given up
@@ -81,6 +82,7 @@ def nothing_left() -> Iterator[None]:
     zmq.Context().term()
     uvloop.new_event_loop().close()
     resource_tracker.ensure_running()
+    forks()
     before = process.num_threads(), process.num_fds(), num_sockets()
     yield
     assert later(lambda: process.num_threads() <= before[0]), threading.enumerate()
@@ -315,7 +317,7 @@ def die(connection: Any, client_key: bytes) -> None:
 def test_a_worker_that_dies_in_a_round_leaves_the_coordinator_a_deadline_and_nothing_else() -> None:
     keys = KeyPair.generate()
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, keys.public))
+    process = forks().Process(target=die, args=(theirs, keys.public))
     process.start()
     client = Client(keys, ours.recv())
 
@@ -349,9 +351,7 @@ def test_a_stopped_worker_is_noticed_within_five_seconds_and_a_busy_one_is_not_l
 ) -> None:
     keys = KeyPair.generate()
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=answer_all, args=(theirs, keys.public)
-    )
+    process = forks().Process(target=answer_all, args=(theirs, keys.public))
     process.start()
     address = ours.recv()
     client = Client(keys, address if ipc_name else replace(address, ipc_name=""))
@@ -388,9 +388,7 @@ def load_for_ever(pipe: Any, client_key: bytes) -> None:
 def test_a_worker_stopped_while_it_loads_is_noticed_within_five_seconds() -> None:
     keys = KeyPair.generate()
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=load_for_ever, args=(theirs, keys.public)
-    )
+    process = forks().Process(target=load_for_ever, args=(theirs, keys.public))
     process.start()
     address = ours.recv()
     assert process.pid is not None
@@ -770,9 +768,7 @@ def sender_process(pipe: Any, address: Address) -> None:
 
 def test_an_engine_in_another_process_needs_an_address_and_sends_back_a_public_key() -> None:
     receiver, (ours, theirs) = ChunkReceiver(HOST), multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=sender_process, args=(theirs, receiver.address)
-    )
+    process = forks().Process(target=sender_process, args=(theirs, receiver.address))
     process.start()
     public: bytes = ours.recv()
     receiver.admit([public])
