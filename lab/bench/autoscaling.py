@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the page goes; the terminal by default")
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args(arguments)
-    seconds = 90 if options.quick else 3600
+    seconds = 30 if options.quick else 3600
     arrivals = draw_arrivals(seconds, seed=options.seed)
-    capacity, token_seconds = capacity_of_one(arrivals, per_client=10 if options.quick else 40)
+    capacity, token_seconds = capacity_of_one(arrivals, per_client=4 if options.quick else 40)
     bounds = {"min": 1, "max": MAX_ENGINES}
     scheduled = replace(
         scenario_of(arrivals, **bounds),

@@ -37,7 +37,8 @@ from specserve.theory import tokens_per_round
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 
 GAMMA = 7
-TOKENS = 128
+TOKENS, QUICK_TOKENS = 128, 24
+STEPS, QUICK_STEPS = 200, 20
 BATCH = 16
 
 
@@ -66,7 +67,7 @@ class ThroughputSample:
 class TransformersEngine:
     """The `generate` of transformers, plain or assisted by a draft model."""
 
-    def __init__(self, target: Path, draft: Path) -> None:
+    def __init__(self, target: Path, draft: Path, *, tokens: int) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -79,6 +80,7 @@ class TransformersEngine:
         self.draft.generation_config.num_assistant_tokens = GAMMA
         self.draft.generation_config.num_assistant_tokens_schedule = "constant"
         self.draft.generation_config.assistant_confidence_threshold = 0.0
+        self.tokens = tokens
 
     def generate(self, prompt: Sequence[int], *, assisted: bool) -> int:
         """Continue the prompt and return the number of output tokens."""
@@ -87,8 +89,8 @@ class TransformersEngine:
         out = self.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS,
+            max_new_tokens=self.tokens,
+            min_new_tokens=self.tokens,
             do_sample=False,
             pad_token_id=0,
             **assistant,
@@ -99,7 +101,7 @@ class TransformersEngine:
 class MeteredEngine:
     """One LLM at a fixed gamma, with a meter attached."""
 
-    def __init__(self, target: Path, draft: Path, *, gamma: int, threads: int) -> None:
+    def __init__(self, target: Path, draft: Path, *, gamma: int, threads: int, tokens: int) -> None:
         keys: dict[str, object] = {
             "speculation.gamma": gamma,
             "cache.prefix_caching": False,
@@ -108,11 +110,13 @@ class MeteredEngine:
         }
         self.llm = LLM(target, draft, **keys)
         self.meter = attach_meter(self.llm)
+        self.tokens = tokens
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = TOKENS) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int | None = None) -> int:
         """Continue the prompts together and return the number of output tokens."""
         outputs = self.llm.generate(
-            list(prompts), Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            list(prompts),
+            Sampling(max_tokens=max_tokens or self.tokens, temperature=0.0, ignore_eos=True),
         )
         return sum(len(output.token_ids) for output in outputs)
 
@@ -205,7 +209,7 @@ class StepTimes:
     target: float
 
 
-def time_demo_steps(prompt: Sequence[int], *, times: int = 200) -> StepTimes:
+def time_demo_steps(prompt: Sequence[int], *, times: int = STEPS) -> StepTimes:
     """Measure the demo pair as it ships, draft and target in turns."""
     keys: dict[str, object] = {"speculation.gamma": 0}
     with LLM(None, None, **keys) as llm:
@@ -299,8 +303,9 @@ def measure(
     *,
     turns: int,
     weights: int,
+    steps: int,
 ) -> EngineFigures:
-    prompts = held_out_prompts(count=max(BATCH, turns), length=TOKENS)
+    prompts = held_out_prompts(count=max(BATCH, turns), length=plain.tokens)
     batch = prompts[:BATCH]
     samples = run_in_turns(
         {
@@ -328,20 +333,20 @@ def measure(
         ),
         verify_over_step(plain, drafting, prompts[:turns]),
         measure_lockstep(drafting, prompts[:turns]),
-        time_demo_steps(prompts[0]),
+        time_demo_steps(prompts[0], times=steps),
     )
 
 
-def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
+def report(target: Path, draft: Path, *, turns: int, threads: int, tokens: int, steps: int) -> str:
     """Measure everything and return the tables."""
     torch.set_num_threads(threads)
     plain, drafting = (
-        MeteredEngine(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA)
+        MeteredEngine(target, draft, gamma=gamma, threads=threads, tokens=tokens)
+        for gamma in (0, GAMMA)
     )
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    figures = measure(
-        plain, drafting, TransformersEngine(target, draft), turns=turns, weights=weights
-    )
+    peer = TransformersEngine(target, draft, tokens=tokens)
+    figures = measure(plain, drafting, peer, turns=turns, weights=weights, steps=steps)
     rows = [
         "| output tokens a second | median | spread |",
         "|---|---|---|",
@@ -368,6 +373,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.turns = args.threads = 1
+    tokens, steps = (QUICK_TOKENS, QUICK_STEPS) if args.quick else (TOKENS, STEPS)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         target = DEMO / "target" if args.quick else directory / "target"
@@ -376,12 +382,19 @@ def main() -> None:
             if args.quick
             else inflate(DEMO / "target", args.params, target)
         )
-        table = report(target, DEMO / "draft", turns=args.turns, threads=args.threads)
+        table = report(
+            target,
+            DEMO / "draft",
+            turns=args.turns,
+            threads=args.threads,
+            tokens=tokens,
+            steps=steps,
+        )
     machine = (
         f"{date.today()}, {platform.machine()}, {args.threads} threads, torch {torch.__version__}"
     )
     work = (
-        f"demo target widened to {params / 1e6:.0f}M, bf16, greedy, {TOKENS} tokens in and out, "
+        f"demo target widened to {params / 1e6:.0f}M, bf16, greedy, {tokens} tokens in and out, "
         f"{args.turns} turns"
     )
     text = f"{machine}; {work}.\n\n{table}\n"

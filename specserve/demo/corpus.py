@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found[:count])
 
 
+@cache  # it reads the whole library
 def held_out_files() -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the held-out files of some length, after their first lines."""
     tokenizer = Tokenizer.load(DEMO / "target")

@@ -306,14 +306,17 @@ BEFORE = {
 }
 
 
-def table(models: tuple[LoadedModel, LoadedModel], modes: Sequence[str]) -> Iterator[str]:
+def table(
+    models: tuple[LoadedModel, LoadedModel], modes: Sequence[str], batches: Sequence[int]
+) -> Iterator[str]:
     """Yield the lines of the table."""
     yield (
         "| mode | batch | before, estimated | torch alone | with FlashInfer and Triton | overhead "
         "| kernels, waits | propose, where nothing was ready |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    for batch, gammas in ((1, [GAMMA]), (32, uneven(32))):
+    for batch in batches:
+        gammas = uneven(batch)
         for name in modes:
             alone, best = (
                 time_round(models, MODES[name], gammas, has_libraries=has_libraries)
@@ -330,7 +333,7 @@ def table(models: tuple[LoadedModel, LoadedModel], modes: Sequence[str]) -> Iter
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small models, one mode")
+    parser.add_argument("--quick", action="store_true", help="small models, one mode and batch")
     parser.add_argument("--details", choices=MODES, help="the stages of this mode alone")
     parser.add_argument("--out", type=Path, help="write the page here, too")
     args = parser.parse_args()
@@ -342,7 +345,8 @@ def main() -> None:
             for stage, time in found.items():
                 print(f"batch {batch}, {stage}: {time}")
         return
-    lines = "\n".join(table(models, SHOWN_MODES[:1] if args.quick else SHOWN_MODES))
+    modes, batches = (SHOWN_MODES[:1], (32,)) if args.quick else (SHOWN_MODES, (1, 32))
+    lines = "\n".join(table(models, modes, batches))
     speed = CardSpeed()
     text = (
         f"{date.today()}, torch {torch.__version__}, emulated cards without values: **nothing here "
