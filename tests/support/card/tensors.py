@@ -12,7 +12,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -393,13 +393,11 @@ def launch(cards: Cards, function: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with (
-        torch._C._InferenceMode(False),
-        torch.no_grad(),
-        torch._C.DisableTorchFunctionSubclass(),
-        # Within a dispatch of its own a mode is disabled already.
-        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
-    ):
+    has_mode = torch.is_inference_mode_enabled() or torch.is_grad_enabled()
+    if has_mode or torch._C._len_torch_dispatch_stack():  # seldom within a dispatch of its own
+        with torch._C._InferenceMode(False), torch.no_grad(), _disable_current_modes():
+            return _compute(function, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
         if name_of(function) == "histc" and not args[0].is_floating_point():
             # Integers are counted by cards alone.
             return function(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
