@@ -61,7 +61,9 @@ def drafter_keys(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         kind: {"draft.kind": kind} for kind in ("random", "prompt_copy", "max_gram", "layer_skip")
     }
     for kind in ("unigram", "bigram") if options.tables else ():
-        keys[kind] = {"draft.kind": kind, "draft.path": str(options.tables), "draft.learn": False}
+        keys[kind] = {"draft.kind": kind, "draft.path": str(options.tables)}
+    for kind in {"unigram", "bigram", "max_gram"} & {*keys}:
+        keys[kind]["draft.learn"] = False  # prompts are answered more than once
     if options.draft:
         keys["neural"] = {"draft.kind": "neural", "draft.path": options.draft}
     if options.eagle:
@@ -206,6 +208,8 @@ def page(options: argparse.Namespace) -> Iterator[str]:
     yield "without draft tokens."
     yield "Command: `python -m lab.bench.tasks --target MODEL`."
     for title, cell in TABLES.items():
+        if not any(cell(one) for row in results.values() for one in row.values()):
+            continue  # nothing was timed
         yield f"\n## {title}\n"
         yield f"| drafter | T | {' | '.join(tasks)} |"
         yield "|---|---|" + "---|" * len(tasks)
