@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from specserve.cluster.ray_session import SHORT_TMP, ray_session
 from specserve.config.tree import Config, config_from_keys
 
 SERVE_COMMAND_S = 400.0
+UNASSIGNED = range(20_000, 32_768)
+"""Ports between the ranges of Ray's workers and of Linux, which gives any of its own: a raylet
+that began meanwhile has listened on one."""
 SHARED_CPUS = 32
 """For Ray's scheduler, which counts them only: more than any application of the tests asks for."""
 
@@ -102,10 +106,12 @@ def with_placement(keys: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nothing listens on, and that no process is given before it is used."""
+    while True:
+        port = secrets.choice(UNASSIGNED)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
