@@ -42,7 +42,7 @@ class Answer:
 class Handler(OpenAICompletionsHandler):
     """The handler of models that call functions, which must call one here.
 
-    A small model goes on calling where it may, so one call is all but in questions for several.
+    A small model goes on calling where it may, so only questions for several calls allow them.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ def most_questions_are_answered_by_whole_calls(endpoint: Endpoint) -> None:
 
 @check
 def each_whole_call_obeys_the_schema_of_its_function(endpoint: Endpoint) -> None:
-    for answer in answers(endpoint, None):
+    found, handler = answers(endpoint, None), Handler("any", 0, None)
+    for answer in found:
         if answer.finish != "tool_calls":
             continue
         schemas = {tool["function"]["name"]: tool["function"] for tool in answer.tools}
-        handler = Handler("any", 0, None)
         decoded = handler.decode_ast(answer.calls, Language.PYTHON, has_tool_call_tag=False)
         assert decoded, answer
         for call in decoded:
