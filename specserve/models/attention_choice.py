@@ -66,11 +66,18 @@ def open_attention(
             return GroupedAttention(sdpa_kernel)
     if name != "compiled":
         return GroupedAttention(KERNELS[name])
+    if spec.is_encoder_decoder:
+        return GroupedAttention(invariant_kernel)
+    shared = spec.num_heads // spec.kv_heads
+    return open_compiled(kernel, spec.head_dim, spec.v_head_dim, shared=shared, page_size=page_size)
+
+
+def open_compiled(kernel: str, dim: int, v_dim: int, *, shared: int, page_size: int) -> Attention:
+    """Return compiled attention; heads that it cannot take get `invariant`."""
     from specserve.models.cpu.compiled_attention import CompiledAttention, fits
 
     compiled = linear_kernel(kernel)
     assert isinstance(compiled, CompiledKernel)
-    if not fits(spec):
+    if not fits(dim, v_dim, shared=shared):
         return GroupedAttention(invariant_kernel)
-    shared = spec.num_heads // spec.kv_heads
     return CompiledAttention(compiled.functions.attention, shared=shared, page_size=page_size)

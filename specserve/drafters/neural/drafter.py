@@ -44,20 +44,22 @@ class NeuralDrafter:
         grammar_states: GrammarStates | None = None,
         begin: Callable[[DraftTask], DraftTask] | None = None,
         draw_all: Callable[[Sequence[DraftTask], bool], None] | None = None,
+        among: Tensor | None = None,
     ) -> None:
         """Create a drafter that runs the model of `runner`, whose vocabulary has `vocab_size` ids.
 
         A model with another tokenizer comes with a runner that has the target's ids.
         Without `grammar_states` that know grammars, draft tokens follow none, and the target
         rejects those that it must. `begin` may let a task begin at an earlier row, and `draw_all`
-        draws all tokens of tasks at once, constrained or not, in place of one pass a token.
+        draws all tokens of tasks at once, constrained or not, in place of one pass a token. `among`
+        are the ids that the model can draw, if they are few of its vocabulary.
         """
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
         # Padding of either embedding is never proposed.
         self.shared_vocab = min(vocab_size, target_vocab_size)
         self.lacks_tokens = vocab_size < target_vocab_size
         self.grammar_states = grammar_states or GrammarStates(None)
-        self._begin, self._draw_all = begin, draw_all
+        self._begin, self._draw_all, self._among = begin, draw_all, among
         self.constrained = ConstrainedDrafting(
             runner,
             self.grammar_states,
@@ -372,7 +374,9 @@ class NeuralDrafter:
             )
             for task in tasks
         ]
-        return DraftSampler(specs, support=self.support, device=self.runner.device)
+        return DraftSampler(
+            specs, support=self.support, device=self.runner.device, among=self._among
+        )
 
     def _store_draws(
         self, tasks: Sequence[DraftTask], sampler: DraftSampler, *, first_row: int = 0

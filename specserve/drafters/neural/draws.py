@@ -91,8 +91,16 @@ class DraftSampler:
     Sequences drop out from the end. Draws stay on the device until all of them are fetched.
     """
 
-    def __init__(self, specs: Sequence[DrawSpec], *, support: int, device: torch.device) -> None:
-        self.specs, self.support = specs, support
+    def __init__(
+        self,
+        specs: Sequence[DrawSpec],
+        *,
+        support: int,
+        device: torch.device,
+        among: Tensor | None = None,
+    ) -> None:
+        """Create a sampler; `among` are the ids that a model with few of its own can draw."""
+        self.specs, self.support, self._among = specs, support, among
         warps = [spec.policy.warp for spec in specs]
         self.ignores_ids = ignore_ids(warps)
         self.greedy = all(warp.temperature == 0 for warp in warps)
@@ -127,7 +135,9 @@ class DraftSampler:
         self, logits: Tensor, drawn: Tensor | None, warps: WarpBatch, support: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a token of each row, and the ids and probabilities that it was drawn from."""
-        ids, probs = top_support(logits, warps, support, ignores_ids=self.ignores_ids, drawn=drawn)
+        ids, probs = top_support(
+            logits, warps, support, ignores_ids=self.ignores_ids, drawn=drawn, among=self._among
+        )
         assert self.keys is not None
         indices = sample(probs, exponential_noise(self.keys[: len(logits), len(self.draws)], ids))
         return ids.gather(1, indices[:, None])[:, 0], ids, probs
@@ -163,16 +173,20 @@ def top_support(
     *,
     ignores_ids: bool,
     drawn: Tensor | None = None,
+    among: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # ids, probs: [rows, support] both
     """Return the ids and warped probabilities of each row's `support` likeliest tokens.
 
     Where no warp depends on ids, the support is that of the logits, and the rest of the vocabulary
-    need not be warped. `drawn` is as `WarpBatch.adjust` has it.
+    need not be warped, nor looked at beyond the ids `among`. `drawn` is as `WarpBatch.adjust` has
+    it.
     """
     if not ignores_ids:
         return truncate_to_support(warps.probabilities(logits, drawn), support)
+    if among is not None:
+        logits = logits.index_select(-1, among)
     top, ids = logits.topk(min(support, logits.shape[-1]), dim=-1)
-    return ids, warps.probabilities(top)
+    return ids if among is None else among[ids], warps.probabilities(top)
 
 
 def _keys(specs: Sequence[DrawSpec], device: torch.device) -> Tensor:

@@ -26,13 +26,14 @@ from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EaglePro
 from specserve.features.eagle.states import TargetStates
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
-from specserve.models.attention import GroupedAttention
+from specserve.models.attention import Attention, GroupedAttention
+from specserve.models.attention_choice import open_compiled
 from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.device_formats import resolve_device, resolve_dtype
+from specserve.models.device_formats import resolve_device, resolve_dtype, runs_compiled
 from specserve.models.hidden_taps import HiddenRows
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.runner import Runner
@@ -71,6 +72,19 @@ class HeadOptions:
             device=self.device,
             prefix_caching=self.prefix_caching,
         )
+
+    def open_attention(self, info: EagleInfo, dtype: torch.dtype) -> Attention:
+        """Return the attention of a head's layers over that cache."""
+        layer = info.layer
+        if runs_compiled(self.kernel, dtype, self.device):
+            return open_compiled(
+                self.kernel,
+                layer.head_dim + KEY_PADDING,
+                layer.head_dim,
+                shared=layer.num_attention_heads // layer.num_key_value_heads,
+                page_size=self.page_size,
+            )
+        return GroupedAttention(sdpa_kernel if self.device.type == "cuda" else invariant_kernel)
 
 
 class EagleDrafter:
@@ -195,13 +209,12 @@ class EagleDrafter:
             if "embed_tokens.weight" in weights
             else target_embedding(dtype).to(device)
         )
-        attention = GroupedAttention(sdpa_kernel if device.type == "cuda" else invariant_kernel)
         with linear_weights(PrivateWeights(options.kernel)):
             network = EagleNetwork(
                 weights,
                 cache,
                 embedding=embedding,
-                attention=attention,
+                attention=options.open_attention(info, dtype),
                 context=options.context,
             )
             projection = EagleProjection(weights, dtype=dtype, device=device)
@@ -216,6 +229,7 @@ class EagleDrafter:
             target_vocab_size=options.vocab_size,
             context=options.context,
             support=options.support,
+            among=network.drafted_ids,
             grammar_states=GrammarStates(grammar_compiler),
         )
 

@@ -37,9 +37,9 @@ from specserve.models.llama import rotary_table
 from specserve.models.norm import RMSNorm
 
 KEY_PADDING = 8
-"""Numbers added to each key, of which the first is a score for all queries.
+"""Numbers added to each key, half of them after each half, since rotation pairs the halves.
 
-One would do, but kernels of GPUs take multiples of 8.
+The first is a score for all queries. One would do, but kernels of GPUs take multiples of 8.
 """
 BLOCKED = -1e4
 """That score of a key without a state, which no softmax gives any weight beside others."""
@@ -100,7 +100,7 @@ class HeadParts:
 class AttendedRows:
     """The rows of a pass as attention needs them."""
 
-    known: Tensor  # [rows, 1] whether there is a state to read
+    scores: Tensor  # [rows, 1] 0, or BLOCKED without a state to read
     rotation: Rotation
     layout: Layout
 
@@ -139,13 +139,16 @@ class EagleLayer:
         """Attend to the rows with a state: the score of any other key is far below all others."""
         query, kv, dim = self._heads.query, self._heads.kv, self._heads.dim
         qkv = self._qkv.forward(x).view(-1, query + 2 * kv, dim)
-        q, k = qkv[:, :query], qkv[:, query : query + kv]
+        qk = qkv[:, : query + kv]
         if self._norms_qk is not None:
-            q, k = self._norms_qk[0](q), self._norms_qk[1](k)
-        qk = rows.rotation.apply(torch.cat([q, k], dim=1))
-        qk = F.pad(qk, (0, KEY_PADDING))
-        qk[:, :query, dim] = 1
-        qk[:, query:, dim] = torch.where(rows.known, 0.0, BLOCKED).to(qk.dtype)
+            qk = torch.cat(
+                [self._norms_qk[0](qk[:, :query]), self._norms_qk[1](qk[:, query:])], dim=1
+            )
+        qk = _padded(qk)
+        qk[:, :query, dim // 2] = 1
+        qk[:, query:, dim // 2] = rows.scores
+        rotates = self._attention.rotates
+        qk = qk if rotates else rows.rotation.apply(qk)
         out = self._attention.attend(
             rows.layout,
             self._keys,
@@ -154,6 +157,7 @@ class EagleLayer:
             qk[:, query:],
             qkv[:, query + kv :],
             self._variant,
+            rows.rotation if rotates else None,
         )
         return out.reshape(-1, query * dim)
 
@@ -172,7 +176,6 @@ class EagleNetwork:
     ) -> None:
         info, config = weights.info, weights.info.layer
         device, dtype = cache.device, cache.states.dtype
-        assert not attention.rotates, "keys are padded behind their rotation"
         self.run_rows, self._cache = attention.run_rows, cache
         self._embedding, self._vocab_size = embedding, info.vocab_size
         self._norm_before_residual = info.norm_before_residual
@@ -194,10 +197,11 @@ class EagleNetwork:
         self._head: PackedLinear | PlainLinear = make_linear(parts.read("lm_head.weight"))
         leave_unrounded(self._head)
         ids = weights.target_ids()
-        self._target_ids = None if ids is None else ids.to(device)
-        self._rotary = rotary_table(
-            llama_rotary(config).to(device), embedding[:1].to(dtype), context
-        )
+        # The target's ids that the head knows; None: all.
+        self.drafted_ids = None if ids is None else ids.to(device)
+        table = rotary_table(llama_rotary(config).to(device), embedding[:1].to(dtype), context)
+        self._rotary = _padded(table)
+        self._rotary[:, 0, :, config.head_dim // 2] = 1  # the score stays as it is
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self._last_states(ids, layout)
@@ -217,7 +221,7 @@ class EagleNetwork:
         row is read by the next row of this pass, so it was there before. Outputs that are no states
         leave none, and that of a mask goes with the pass that read it.
         """
-        states, previous = self._cache.states, previous_slots(layout)
+        states, previous = self._cache.states, previous_slots(layout, self._cache.page_size)
         read = states.index_select(0, previous)[:, :-1]  # [rows, hidden]
         known = ~read[:, :1].isnan() & (layout.positions > 0)[:, None]  # [rows, 1]
         tokens = self._embedding.index_select(0, ids).to(states.dtype)
@@ -234,7 +238,8 @@ class EagleNetwork:
     def _run_layers(self, tokens: Tensor, states: Tensor, known: Tensor, layout: Layout) -> Tensor:
         normed = self._norm_state(states)
         x = normed if self._norm_before_residual else states
-        rows = AttendedRows(known, Rotation(self._rotary, layout.positions), layout)
+        scores = torch.where(known, 0.0, BLOCKED).to(x.dtype)
+        rows = AttendedRows(scores, Rotation(self._rotary, layout.positions), layout)
         first, *deeper = self._layers
         x = first.run(torch.cat([self._norm_token(tokens), normed], dim=-1), x, rows)
         for layer, norm in zip(deeper, self._norms_deeper, strict=True):
@@ -243,7 +248,13 @@ class EagleNetwork:
 
     def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, the target's vocabulary]
         logits = self._head.forward(self._norm_head(x))
-        if self._target_ids is None:
+        if self.drafted_ids is None:
             return logits
         whole = logits.new_full((len(logits), self._vocab_size), UNDRAFTED)
-        return whole.index_copy_(1, self._target_ids, logits)
+        return whole.index_copy_(1, self.drafted_ids, logits)
+
+
+def _padded(x: Tensor) -> Tensor:  # [rows, n, ..., dim] -> [rows, n, ..., dim + KEY_PADDING]
+    """Return the halves of the last dimension with zeros after each."""
+    halves = F.pad(x.reshape(*x.shape[:-1], 2, -1), (0, KEY_PADDING // 2))
+    return halves.flatten(-2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -110,8 +111,13 @@ class TargetStates:
         return self._cache.states.new_full((num, self._cache.states.shape[1]), UNKNOWN)
 
 
-def previous_slots(layout: Layout) -> Tensor:  # [rows]
+def previous_slots(layout: Layout, page_size: int) -> Tensor:  # [rows]
     """Return the slot of the position before each row, or the row's own at position 0."""
+    if layout.runs is not None:  # on the host
+        _, counts, _, owners = layout.runs.runs.numpy().T
+        pages, offsets = np.divmod(np.maximum(layout.positions.numpy() - 1, 0), page_size)
+        table = layout.runs.block_table.numpy()
+        return torch.from_numpy(table[owners.repeat(counts), pages] * page_size + offsets)
     slots = torch.empty_like(layout.slots)
     for group in layout.groups:
         before = (group.last_keys - 1).clamp_min(0)  # [seqs, queries]

@@ -5,8 +5,6 @@ Row-invariant, like `attention.invariant_kernel`, whose numbers it computes in f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,6 @@ from specserve.models.attention import AttentionVariant, Rotation
 from specserve.models.cpu.compiled.attention import MAX_DIM, MAX_SHARED, NO_WINDOW, rows_of_a_run
 from specserve.models.cpu.compiled.functions import Function
 from specserve.models.layout import Layout, Runs
-
-if TYPE_CHECKING:
-    from specserve.models.checkpoints.architecture import Architecture
 
 
 class CompiledAttention:
@@ -84,15 +79,9 @@ def _with_whole_rows(x: Tensor) -> Tensor:  # [rows, heads, dim]
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def fits(spec: Architecture) -> bool:
-    """Return whether a model's heads are such as the compiled code takes."""
-    shared = spec.num_heads // spec.kv_heads
-    return (
-        spec.head_dim % 2 == 0
-        and max(spec.head_dim, spec.v_head_dim) <= MAX_DIM
-        and shared <= MAX_SHARED
-        and not spec.is_encoder_decoder
-    )
+def fits(dim: int, v_dim: int, *, shared: int) -> bool:
+    """Return whether heads are such as the compiled code takes; `shared` have the same keys."""
+    return dim % 2 == 0 and max(dim, v_dim) <= MAX_DIM and shared <= MAX_SHARED
 
 
 def check_attention(function: Function) -> None:
