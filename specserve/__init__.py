@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specserve import errors
 from specserve.errors import SpecserveError
-from specserve.processor import cap_onednn
+from specserve.processor import cap_onednn, limit_spinning
 from specserve.sampling_params import Sampling
 from specserve.version import __version__
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from specserve.llm.llm import LLM, Output
     from specserve.llm.ray_llm import open_ray_llm
 
-cap_onednn()  # in every process that computes: all import this before their first product
+# In every process that computes: all import this before torch, or at least before a product.
+limit_spinning()
+cap_onednn()
 
 __all__ = [
     "LLM",

@@ -1,4 +1,7 @@
-"""The processor's flags, and a cap on oneDNN where they name AMX. Imports no torch."""
+"""A cap on oneDNN where the processor has AMX, and how threads wait for one another.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,14 @@ WITHOUT_AMX = (
     "AVX512_CORE_FP16",
     "AVX10_1_512",
 )
+
+SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SPINS = "1000"
+"""Looks at a barrier before a thread sleeps, some 20 microseconds, about what waking one takes.
+
+OpenMP's own number is 300,000 where there are cores enough. A thread that spins so long holds the
+core that the thread it waits for needs, if another process has the other core.
+"""
 
 
 @cache
@@ -53,13 +64,22 @@ def cap_onednn() -> None:
         os.environ[CAP_VARIABLES[0]] = CAP
 
 
+def limit_spinning() -> None:
+    """Let threads that wait for one another sleep soon, unless the user has set how they wait.
+
+    Call this before torch is imported: OpenMP never reads the variable again.
+    """
+    if not any(os.environ.get(name) for name in SPIN_VARIABLES):
+        os.environ[SPIN_VARIABLES[0]] = SPINS
+
+
 def uses_amx() -> bool:
     """Return whether oneDNN may use AMX here, which takes a user who has lifted the cap."""
     limit = limit_of_onednn()
     return has_amx() and (limit is None or limit[1].upper() not in WITHOUT_AMX)
 
 
-def uncapped_environment() -> dict[str, str]:
-    """Return the environment for other programs, which need not do without AMX."""
-    capped = (CAP_VARIABLES[0], CAP)
-    return {name: value for name, value in os.environ.items() if (name, value) != capped}
+def foreign_environment() -> dict[str, str]:
+    """Return the environment for other programs, which need neither the cap nor our way to wait."""
+    own = ((CAP_VARIABLES[0], CAP), (SPIN_VARIABLES[0], SPINS))
+    return {name: value for name, value in os.environ.items() if (name, value) not in own}

@@ -1,4 +1,4 @@
-"""The cap on oneDNN where the processor has AMX: who sets it, whom it leaves alone, and when."""
+"""The cap on oneDNN where the processor has AMX, and how threads wait: whose setting stays."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from specserve import processor
 from specserve.processor import (
     CAP,
     CAP_VARIABLES,
+    SPIN_VARIABLES,
+    SPINS,
     cap_onednn,
+    foreign_environment,
+    limit_spinning,
     processor_flags,
-    uncapped_environment,
     uses_amx,
 )
 
@@ -37,7 +40,7 @@ torch.ops.mkldnn._linear_pointwise.default(torch.randn(4, 64), weight, None, "no
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CAP_VARIABLES:
+    for name in (*CAP_VARIABLES, *SPIN_VARIABLES):
         monkeypatch.setenv(name, "")  # which is restored, whatever a test sets
         monkeypatch.delenv(name)
 
@@ -71,14 +74,42 @@ def test_what_a_user_has_set_stays(
     assert uses_amx() == lifts
 
 
-def test_other_programs_get_an_environment_without_our_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_wait_as_a_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    limit_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == SPINS
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_torch_s_threads_read_how_to_wait_in_a_process_that_imports_an_llm() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in SPIN_VARIABLES}
+    shown = subprocess.run(
+        [sys.executable, "-c", "from specserve import LLM\nimport torch"],
+        env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stderr
+    assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", shown) == [SPINS]
+
+
+def test_other_programs_get_an_environment_without_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, AMX)
     cap_onednn()
-    assert uncapped_environment() == {
-        name: value for name, value in os.environ.items() if name != CAP_VARIABLES[0]
+    limit_spinning()
+    own = (CAP_VARIABLES[0], SPIN_VARIABLES[0])
+    assert foreign_environment() == {
+        name: value for name, value in os.environ.items() if name not in own
     }
     monkeypatch.setenv(CAP_VARIABLES[0], "AVX2")
-    assert uncapped_environment() == dict(os.environ)
+    monkeypatch.setenv(SPIN_VARIABLES[0], "7")
+    assert foreign_environment() == dict(os.environ)
 
 
 def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Passes beside processes that use a core now and then: `python -m lab.bench.neighbours`.
 
 A team of two threads has both cores. Beside it run, in turns, nothing, a process that needs a part
-of a core as a gateway does, and processes that only wake up often as Ray's do. Every way of running
+of a core as a gateway does, one that takes all of it, and processes that only wake up often as
+Ray's do. Every way of running
 the team is tried in a process of its own; all of them are idle while one is measured.
 """
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import psutil
 
@@ -28,6 +30,7 @@ from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
+from specserve.processor import foreign_environment
 from specserve.tools.bench.report import machine
 from specserve.types import Policy, VerifyStep, Warp
 
@@ -37,13 +40,16 @@ PASSES = 40
 PROMPT = 128
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "compiled": {},
-    "compiled, OMP_WAIT_POLICY=active": {"OMP_WAIT_POLICY": "active"},
+    "compiled, GOMP_SPINCOUNT=300000": {"GOMP_SPINCOUNT": "300000"},
+    "compiled, GOMP_SPINCOUNT=300": {"GOMP_SPINCOUNT": "300"},
     "compiled, OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
-    "compiled, OMP_PROC_BIND=true": {"OMP_PROC_BIND": "true"},
     "oneDNN": {"KERNEL": "onednn"},
     "compiled, one thread": {"THREADS": "1"},
 }
-"""Environment of each way of running the team; KERNEL and THREADS are for the config."""
+"""Environment of each way of running the team; KERNEL and THREADS are for the config.
+
+300,000 is OpenMP's own number where it has cores enough for all threads.
+"""
 BUSY = """
 import time
 while True:
@@ -126,6 +132,7 @@ ALONE = Neighbours("nothing", 0)
 NEIGHBOURS = (
     Neighbours("a fifth of a core, in pieces of 1 ms", 1, 0.001, 0.004),
     Neighbours("half of a core, in pieces of 5 ms", 1, 0.005, 0.005),
+    Neighbours("one that never sleeps", 1, 1.0, 0.0),
     Neighbours("eight that wake up each 2 ms", 8, 0.00002, 0.002),
 )
 
@@ -137,7 +144,7 @@ class TargetProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lab.bench.neighbours", "--serve", str(target)],
             cwd=ROOT,
-            env=os.environ | variables,
+            env={**foreign_environment(), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -161,12 +168,13 @@ class TargetProcess:
 
 def serve(target: Path) -> None:
     """Answer each line with the mean seconds of that many passes."""
-    keys: dict[str, object] = {
-        "speculation.gamma": 0,
+    keys: dict[str, Any] = {
+        "draft.kind": "none",
+        "cache.pages": 200,
         "target.threads": int(os.environ.get("THREADS", CORES)),
         "weights.kernel": os.environ.get("KERNEL", "auto"),
     }
-    with LLM(target, DEMO / "draft", **keys) as llm:
+    with LLM(target, **keys) as llm:
         model = models_of(llm)[0]
         policy = Policy(Warp(temperature=0.0), "block", 0, PROMPT)
         prompts = held_out_prompts(count=8, length=PROMPT)
@@ -243,6 +251,7 @@ def _spread(ratios: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where the report goes; the terminal by default")
+    parser.add_argument("--target", type=Path, help="a model; the demo target widened by default")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -256,8 +265,8 @@ def main() -> None:
     busy = mean(psutil.cpu_percent(0.5) for _ in range(1 if options.quick else 4))
     together = speed_of_two(1 if options.quick else 3)
     with tempfile.TemporaryDirectory() as scratch:
-        target = DEMO / "target"
-        if not options.quick:
+        target = options.target or DEMO / "target"
+        if not options.quick and options.target is None:
             target = Path(scratch) / "wide"
             inflate(DEMO / "target", 200_000_000, target)
         table = measure(target, settings, others, turns=turns, passes=passes, rows=(1, 8))
@@ -266,8 +275,8 @@ def main() -> None:
         "",
         "`python -m lab.bench.neighbours`",
         "",
-        f"{date.today()}, {machine()}. The demo target widened to 200M; one token of 1 and of 8 "
-        "sequences a pass; "
+        f"{date.today()}, {machine()}. {options.target or 'The demo target widened to 200M'}; one "
+        "token of 1 and of 8 sequences a pass; "
         f"{turns} turns of {passes} passes; seconds of a pass beside others over those alone, turn "
         f"by turn. The machine was busy for {busy:.0f}% before. Two processes that multiply "
         f"matrices at once reach {together:.2f} times the speed of one alone.",

@@ -21,7 +21,7 @@ import psutil
 import specserve
 from lab.bench.peers.turn import TurnRequest, encode_question
 from specserve.errors import SpecserveError
-from specserve.processor import uncapped_environment
+from specserve.processor import foreign_environment
 
 ROOT = Path(specserve.__file__).parent.parent
 TIMEOUT_S, END_S = 1800.0, 60.0
@@ -107,7 +107,7 @@ class SystemProcess:
                 text=True,
                 encoding="utf-8",
                 cwd=ROOT,
-                env=uncapped_environment() | {"PYTHONPATH": str(ROOT)},
+                env=foreign_environment() | {"PYTHONPATH": str(ROOT)},
                 # a Ctrl-C is for the comparison, which then ends its systems in order
                 start_new_session=True,
             )

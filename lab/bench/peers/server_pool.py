@@ -20,7 +20,7 @@ from typing import IO
 
 from lab.bench.peers.completions import CompletionsClient, free_port
 from lab.bench.peers.turn import TurnRequest
-from specserve.processor import uncapped_environment
+from specserve.processor import foreign_environment
 
 START_S, END_S, POLL_S = 400.0, 20.0, 0.1
 WARMING_TOKENS = 8
@@ -46,7 +46,7 @@ class PeerServer:
             stdout=self._log,
             stderr=self._log,
             # its own packages, not this repository's
-            env={**uncapped_environment(), "PYTHONPATH": "", **command.environment},
+            env={**foreign_environment(), "PYTHONPATH": "", **command.environment},
             cwd=tempfile.gettempdir(),
             start_new_session=True,
         )
