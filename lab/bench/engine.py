@@ -32,6 +32,8 @@ from specserve.demo.corpus import held_out_prompts
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.weights import num_stored_parameters
 from specserve.models.checkpoints.widen import inflate
+from specserve.models.cpu import row_invariance
+from specserve.models.cpu.linear_kernels import LinearKernel
 from specserve.sampling_params import Sampling
 from specserve.theory import tokens_per_round
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
@@ -361,6 +363,16 @@ def report(target: Path, draft: Path, *, turns: int, threads: int, tokens: int, 
     return "\n".join(rows)
 
 
+def fail_check(names: Sequence[str]) -> None:
+    """Let kernels of these names fail where they are tried: each is replaced by the next."""
+    tried = row_invariance.is_row_invariant
+
+    def is_row_invariant(kernel: LinearKernel, *shape: Any) -> bool:
+        return kernel.name not in names and tried(kernel, *shape)
+
+    row_invariance.is_row_invariant = is_row_invariant  # type: ignore[assignment]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=9)
@@ -368,9 +380,18 @@ def main() -> None:
     parser.add_argument(
         "--params", type=int, default=200_000_000, help="parameters of the widened target"
     )
+    parser.add_argument(
+        "--failing",
+        nargs="+",
+        choices=("compiled", "onednn"),
+        default=(),
+        help="kernels that fail the check of row invariance, as on some processors",
+    )
     parser.add_argument("--out", type=Path, help="write the report here, too")
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     args = parser.parse_args()
+    if args.failing:
+        fail_check(args.failing)
     if args.quick:
         args.turns = args.threads = 1
     tokens, steps = (QUICK_TOKENS, QUICK_STEPS) if args.quick else (TOKENS, STEPS)
