@@ -33,8 +33,14 @@ needs_compiled = pytest.mark.skipif(
 needs_bf16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="it needs a processor with bf16"
 )
-# (outputs, inputs, bits, groups): neither whole panels nor few groups, and a span that is cut.
-SHAPES = [(100, 256, 8, 1), (33, 96, 8, 3), (64, 8192, 8, 1), (100, 256, 4, 8), (32, 64, 4, 1)]
+# (outputs, inputs, bits, groups, with minima): neither whole panels nor few groups, and spans that
+# are cut.
+Shape = tuple[int, int, int, int, bool]
+SHAPES: list[Shape] = [
+    *((*shape, False) for shape in ((100, 256, 8, 1), (33, 96, 8, 3), (64, 8192, 8, 1))),
+    *((*shape, False) for shape in ((100, 256, 4, 8), (32, 64, 4, 1))),
+    *((*shape, True) for shape in ((33, 96, 8, 3), (64, 8192, 8, 1), (100, 256, 4, 8))),
+]
 PRODUCT_ERROR = 4e-3
 """Of the largest result: a rounding to bf16, as with weights of bf16."""
 KINDS = ("int8-w8a16", "int8-w8a8", "int4-w4a16", "int4-w4a16-asymmetric", "gptq", "awq")
@@ -42,13 +48,16 @@ LOGITS_ERROR = 0.02
 """Of the largest logit, for a pass in bf16 beside one in fp32."""
 
 
-def coded(outputs: int, inputs: int, bits: int, groups: int, *, seed: int = 0) -> CodedWeight:
+def coded(
+    outputs: int, inputs: int, bits: int, groups: int, minima: bool = False, *, seed: int = 0
+) -> CodedWeight:
     generator = torch.Generator().manual_seed(seed)
-    low, high = (-127, 128) if bits == 8 else (-8, 8)
+    low, high = (-127, 128) if bits == 8 else (0, 16) if minima else (-8, 8)
     shape = outputs, inputs
     integers = torch.randint(low, high, shape, dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, groups, generator=generator) / 100 + 0.001
-    weight = CodedWeight.from_integers(integers, scales)
+    added = torch.randn(outputs, groups, generator=generator) / 50 if minima else None
+    weight = CodedWeight.from_integers(integers, scales, added)
     assert weight.bits == bits
     return weight
 
@@ -56,7 +65,10 @@ def coded(outputs: int, inputs: int, bits: int, groups: int, *, seed: int = 0) -
 def exact(weight: CodedWeight) -> Tensor:
     groups = weight.scales.shape[1]
     by_groups = weight.integers.double().view(len(weight), groups, -1)
-    return (by_groups * weight.scales.double().unsqueeze(-1)).flatten(1)
+    numbers = by_groups * weight.scales.double().unsqueeze(-1)
+    if weight.minima is not None:
+        numbers += weight.minima.double().unsqueeze(-1)
+    return numbers.flatten(1)
 
 
 def random_rows(*shape: int) -> Tensor:
@@ -69,7 +81,7 @@ def close(out: Tensor, expected: Tensor, error: float) -> bool:
 
 @needs_compiled
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_those_of_the_exact_matrix(shape: tuple[int, int, int, int]) -> None:
+def test_products_are_those_of_the_exact_matrix(shape: Shape) -> None:
     kernel, weight = linear_kernel("compiled"), coded(*shape)
     outputs, inputs = weight.shape
     x, bias, residual = random_rows(29, inputs), random_rows(outputs), random_rows(29, outputs)
@@ -83,9 +95,7 @@ def test_products_are_those_of_the_exact_matrix(shape: tuple[int, int, int, int]
 
 @needs_compiled
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_beside_any_number_of_rows(
-    shape: tuple[int, int, int, int],
-) -> None:
+def test_a_row_has_the_same_bits_beside_any_number_of_rows(shape: Shape) -> None:
     kernel, weight = linear_kernel("compiled"), coded(*shape)
     packed, x, before = kernel.pack(weight), random_rows(64, shape[1]), torch.get_num_threads()
     whole = kernel.product(x, packed, len(weight), None, None)
@@ -100,10 +110,13 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
 
 
 @needs_compiled
+@pytest.mark.parametrize("minima", [False, True])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)])
-def test_the_gated_product_takes_two_weights_of_any_bits(bits: tuple[int, int]) -> None:
+def test_the_gated_product_takes_two_weights_of_any_bits(
+    bits: tuple[int, int], minima: bool
+) -> None:
     kernel = linear_kernel("compiled")
-    gate, up = (coded(40, 64, own, 2, seed=own) for own in bits)
+    gate, up = (coded(40, 64, own, 2, minima, seed=own) for own in bits)
     both, x = kernel.interleave(gate, up), random_rows(5, 64)
     assert isinstance(both, CodedWeight)
     out = kernel.gated_product(x, kernel.pack(both), 40)
@@ -111,12 +124,23 @@ def test_the_gated_product_takes_two_weights_of_any_bits(bits: tuple[int, int]) 
     assert close(out, F.silu(halves[0]) * halves[1], 2 * PRODUCT_ERROR)
 
 
-def test_weights_of_different_groups_are_joined_as_plain_matrices() -> None:
-    parts = [coded(8, 64, 8, 1), coded(8, 64, 4, 2)]
-    assert torch.equal(torch.cat(list(parts)), torch.cat([part.widen() for part in parts]))
-    joined = torch.cat([coded(8, 64, 8, 2), parts[1]])
+@pytest.mark.parametrize("first", [(8, 1, False), (4, 2, False), (4, 6, True), (8, 2, True)])
+@pytest.mark.parametrize("second", [(4, 2, False), (4, 2, True), (8, 6, False)])
+def test_weights_of_any_kinds_are_joined_in_the_smallest_groups(
+    first: tuple[int, int, bool], second: tuple[int, int, bool]
+) -> None:
+    parts = [coded(8, 96, *first), coded(8, 96, *second)]
+    joined = torch.cat(list(parts))
     assert isinstance(joined, CodedWeight)
-    assert torch.equal(joined.widen()[8:], parts[1].widen())
+    assert joined.bits == (first[0] if first[::2] == second[::2] else 8)
+    assert torch.equal(joined.widen(), torch.cat([part.widen() for part in parts]))
+
+
+def test_weights_whose_groups_lie_across_one_another_are_joined_as_plain_matrices() -> None:
+    parts = [coded(8, 96, 8, 3), coded(8, 96, 4, 2)]
+    joined = torch.cat(list(parts))
+    assert not isinstance(joined, CodedWeight)
+    assert torch.equal(joined, torch.cat([part.widen() for part in parts]))
 
 
 # Models

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.errors import ConfigError
-from specserve.models.coded_weight import ZERO_CODE, CodedWeight, of_one_width
+from specserve.models.coded_weight import ZERO_CODE, CodedWeight, join_coded
 from specserve.models.shape_buckets import bucket_size
 from specserve.processor import processor_flags
 
@@ -174,13 +174,8 @@ class CompiledKernel:
         return self._run(self.functions.unrounded_product, x, packed, out, bias)
 
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
-        coded = [weight for weight in (gate, up) if isinstance(weight, CodedWeight)]
-        if len(coded) < 2 or len({weight.scales.shape[1] for weight in coded}) > 1:
-            return _interleave(gate, up)
-        coded = of_one_width(coded)
-        codes = _interleave(*(weight.codes for weight in coded))
-        scales = _interleave(*(weight.scales for weight in coded))
-        return CodedWeight(codes, scales, coded[0].bits)
+        coded = join_coded((gate, up), lambda parts: _interleave(*parts))
+        return _interleave(gate, up) if coded is None else coded
 
     def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
         out = x.new_empty(len(x), outputs)
@@ -213,7 +208,7 @@ class CompiledKernel:
         stride = row_stride(width) if rows > 1 else 2 * width
         x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
         outputs, out_stride = out.shape[1], out.stride(0) * out.element_size()
-        bits, span = weight_layout(packed, inputs)
+        kind, span = weight_layout(packed, inputs)
         pairs, more = width // 2, None if residual is None else residual.contiguous()
         threads = 1 if rows * packed.numel() <= MAX_SERIAL else torch.get_num_threads()
         for start in range(0, rows, MAX_ROWS):
@@ -226,7 +221,7 @@ class CompiledKernel:
                 min(MAX_ROWS, rows - start),
                 pairs,
                 outputs,
-                bits,
+                kind,
                 span,
                 stride,
                 out_stride,
@@ -248,34 +243,49 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
 def pack_coded(weight: CodedWeight) -> Tensor:
     """Return small integers as the compiled tiles read them, [panels, spans, bytes].
 
-    A span has the scales of its 32 outputs and then its integers.
+    A span has the scales of its 32 outputs, then their minima, if there are any, and its integers.
+    With minima the bytes are int8, otherwise uint8.
     """
     from specserve.models.cpu.compiled.tiles import PANEL
 
     outputs, inputs = weight.shape
-    missing, spans, scales = -outputs % PANEL, weight.scales.shape[1], weight.scales
+    missing, groups = -outputs % PANEL, weight.scales.shape[1]
+    spans = groups
     while inputs // spans > MAX_SPAN and inputs // spans % 4 == 0:
-        spans, scales = 2 * spans, scales.repeat_interleave(2, dim=1)
-    scales = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, spans).transpose(1, 2)
+        spans *= 2
+    of_groups = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    of_spans = [
+        F.pad(numbers.repeat_interleave(spans // groups, dim=1), (0, 0, 0, missing))
+        .view(-1, PANEL, spans)
+        .transpose(1, 2)
+        for numbers in of_groups
+    ]
     integers = F.pad(weight.integers, (0, 0, 0, missing))
     shape = (-1, PANEL, spans, inputs // spans // 2, 2)
     codes = integers.view(shape).permute(0, 2, 3, 1, 4)  # [panels, spans, pairs, PANEL, 2]
     if weight.bits == 4:
-        first, second = (codes.flatten(3) + ZERO_CODE).view(torch.uint8).chunk(2, dim=-1)
+        zero = ZERO_CODE if weight.minima is None else 0
+        first, second = (codes.flatten(3) + zero).view(torch.uint8).chunk(2, dim=-1)
         codes = first | second << 4
-    coded = [scales.contiguous().view(torch.uint8), codes.flatten(2).view(torch.uint8)]
-    return torch.cat(coded, dim=-1)
+    parts = [*(numbers.contiguous() for numbers in of_spans), codes.flatten(2)]
+    kind = torch.uint8 if weight.minima is None else torch.int8
+    return torch.cat([part.view(kind) for part in parts], dim=-1)
 
 
 def weight_layout(packed: Tensor, inputs: int) -> tuple[int, int]:
-    """Return the bits of a packed weight's numbers, and the pairs of inputs that share scales."""
-    if packed.dtype != torch.uint8:
+    """Return the kind of a packed weight, and the pairs of inputs that share scales.
+
+    Its kind is the bits of its numbers, and MINIMA besides if there are any.
+    """
+    if packed.dtype not in (torch.uint8, torch.int8):
         return 16, 0
-    from specserve.models.cpu.compiled.coded_tiles import SCALE_BYTES
+    from specserve.models.cpu.compiled.coded_tiles import MINIMA, SCALE_BYTES
     from specserve.models.cpu.compiled.tiles import PANEL
 
     _, spans, num_bytes = packed.shape
-    return (num_bytes - SCALE_BYTES) * 8 * spans // (PANEL * inputs), inputs // 2 // spans
+    has_minima = packed.dtype == torch.int8
+    bits = (num_bytes - SCALE_BYTES * (1 + has_minima)) * 8 * spans // (PANEL * inputs)
+    return bits + MINIMA * has_minima, inputs // 2 // spans
 
 
 def row_stride(width: int) -> int:
@@ -360,11 +370,13 @@ def _check(kernel: LinearKernel) -> None:
         for shape in ((31, 96), (80, 96), (31, 80))
     )
     coded = weight.mul(20).round().clamp(-128, 127).to(torch.int8)
-    scales = torch.full((80, 3), 0.05)
+    scales, minima = torch.full((80, 3), 0.05), weight[:, :3].float()
     for own in (
         weight,
         CodedWeight.from_integers(coded, scales),
         CodedWeight.from_integers(coded // 16, scales),
+        CodedWeight.from_integers(coded, scales, minima),
+        CodedWeight.from_integers(coded // 16 + ZERO_CODE, scales, minima),
     ):
         _check_product(kernel, x, own, weight[:, 0].contiguous(), residual)
 
@@ -377,6 +389,8 @@ def _check_product(
     exact = weight.double()
     if isinstance(weight, CodedWeight):
         exact = weight.integers.double() * weight.scales[:, :1].double()  # all are equal
+        if weight.minima is not None:
+            exact += weight.minima.double().repeat_interleave(32, dim=1)
     expected = x.double() @ exact.T + bias.double() + residual.double()
     if (out.double() - expected).abs().max() > 4e-3 * expected.abs().max():
         raise ValueError("its numbers are wrong")

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specserve.errors import UnsupportedModel
 from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.checkpoints.gguf.integers import GROUPS
+from specserve.models.checkpoints.gguf.integers import GROUPS, WITH_MINIMA
 from specserve.models.checkpoints.gguf.tensors import GgufPart, GgufTensor, Place
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes
@@ -179,7 +179,7 @@ def test_each_type_has_the_numbers_that_transformers_reads_whole_and_in_shares(
         require_same_tensors(load(file, Shard(rank, 2)), load(original, Shard(rank, 2)))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q3_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_blocks_of_256_are_widened_also_where_a_share_ends_within_one(kind: str) -> None:
     place, data, wanted = random_blocks(kind)
     found = GgufTensor(place, GgufPart.NUMBERS, data)
@@ -189,14 +189,18 @@ def test_blocks_of_256_are_widened_also_where_a_share_ends_within_one(kind: str)
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-def test_integers_times_scales_are_the_numbers_that_their_own_library_makes(kind: str) -> None:
+def test_integers_scales_and_minima_make_the_numbers_of_their_own_library(kind: str) -> None:
     place, data, wanted = random_blocks(kind)
-    integers, scales = (
-        GgufTensor(place, part, data) for part in (GgufPart.INTEGERS, GgufPart.SCALES)
+    integers, scales, minima = (
+        GgufTensor(place, part, data)
+        for part in (GgufPart.INTEGERS, GgufPart.SCALES, GgufPart.MINIMA)
     )
-    assert scales.get_shape() == (6, 512 // GROUPS[kind])
-    spread = scales[()].repeat_interleave(GROUPS[kind], 1)
-    require_same(integers[()] * spread, wanted)
+    assert scales.get_shape() == minima.get_shape() == (6, 512 // GROUPS[kind])
+    numbers = integers[()] * scales[()].repeat_interleave(GROUPS[kind], 1)
+    if kind in WITH_MINIMA:
+        numbers = numbers + minima[()].repeat_interleave(GROUPS[kind], 1)
+        require_same(minima[slice(1, 3), slice(3, 9)], minima[()][1:3, 3:9])
+    require_same(numbers, wanted)
     require_same(integers[slice(2, 5), slice(70, 300)], integers[()][2:5, 70:300])
     require_same(scales[slice(1, 3), slice(3, 9)], scales[()][1:3, 3:9])
 
@@ -216,8 +220,10 @@ def require_same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q5_0", 8), ("Q4_0", 4), ("Q4_1", 16)])
-def test_linear_layers_keep_integers_and_a_type_with_a_minimum_is_widened(
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q8_0", 8), ("Q5_0", 8), ("Q4_0", 4), ("Q4_1", 4), ("Q5_1", 8)]
+)
+def test_linear_layers_keep_integers_with_their_scales_and_minima(
     kind: str, bits: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LlamaConfig(**{**GROUPED, "intermediate_size": 128})
@@ -234,10 +240,11 @@ def test_linear_layers_keep_integers_and_a_type_with_a_minimum_is_widened(
         wanted: Any = widened.module.get_submodule("model.layers.1")
         for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
             weight = own.get_submodule(name).weight
-            assert (weight.bits if isinstance(weight, CodedWeight) else 16) == bits
+            assert isinstance(weight, CodedWeight)
+            assert weight.bits == bits
             assert torch.equal(weight + 0, wanted.get_submodule(name).weight)
-        said = "its weights take" if bits < 16 else "its weights are widened to bfloat16"
-        assert f"tiny.gguf-{file.name[-16:]} is quantized (gguf): {said}" in caplog.messages[0]
+        said = f"tiny.gguf-{file.name[-16:]} is quantized (gguf): its weights take"
+        assert said in caplog.messages[0]
         assert "its weights are widened to bfloat16" in caplog.messages[-1]
 
 

@@ -1,7 +1,8 @@
 """Read the tensors of a GGUF file by the names that the library's modules use.
 
 A file offers the methods of an open safetensors file, and no more is read than what is requested.
-Quantised numbers are integers with scales where the type has no more, and fp32 otherwise.
+Quantised numbers are integers with scales, and minima, where the type has no more, and fp32
+otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from specserve.errors import ModelError
 from specserve.models.checkpoints.gguf.files import INDEX, gguf_package
-from specserve.models.checkpoints.gguf.integers import GROUPS, split_blocks
+from specserve.models.checkpoints.gguf.integers import GROUPS, WITH_MINIMA, split_blocks
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of numbers that are read as they are."""
@@ -52,7 +53,7 @@ class Place:
 class GgufFile:
     """The tensors of a file that `open_gguf` has opened, given the link to it.
 
-    A matrix of integers with scales is two tensors, named as in GPTQ's files.
+    A matrix of integers with scales is two tensors, named as in GPTQ's files, or three with minima.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,6 +67,8 @@ class GgufFile:
             owner = name.removesuffix(".weight")
             self._tensors[f"{owner}.qweight"] = place, GgufPart.INTEGERS
             self._tensors[f"{owner}.scales"] = place, GgufPart.SCALES
+            if place.kind in WITH_MINIMA:
+                self._tensors[f"{owner}.minima"] = place, GgufPart.MINIMA
         try:
             self._data: NDArray[np.uint8] = np.memmap(path, mode="r")
         except (OSError, ValueError) as error:
@@ -90,6 +93,11 @@ class GgufPart(Enum):
     NUMBERS = "numbers"
     INTEGERS = "integers"
     SCALES = "scales"
+    MINIMA = "minima"
+
+    @property
+    def is_of_groups(self) -> bool:
+        return self in (GgufPart.SCALES, GgufPart.MINIMA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class GgufTensor:
     data: NDArray[np.uint8]  # [rows, bytes of a row]
 
     def get_shape(self) -> tuple[int, ...]:
-        if self.part is not GgufPart.SCALES:
+        if not self.part.is_of_groups:
             return self.place.shape
         rows, columns = self.place.shape
         return rows, columns // GROUPS[self.place.kind]
@@ -115,7 +123,7 @@ class GgufTensor:
         is_vector = len(self.place.shape) == 1
         start, stop, _ = columns.indices(1 if is_vector else self.get_shape()[1])
         block, size = block_sizes(self.place.kind)
-        if self.part is GgufPart.SCALES:
+        if self.part.is_of_groups:
             block //= GROUPS[self.place.kind]
         first, last = start // block, -(-stop // block)
         stored = self.data[self._stored_rows(rows), first * size : last * size]
@@ -137,8 +145,8 @@ class GgufTensor:
             return torch.from_numpy(np.array(data)).view(PLAIN[kind])
         if self.part is not GgufPart.NUMBERS:
             blocks = data.reshape(-1, block_sizes(kind)[1])
-            integers, scales = split_blocks(blocks, kind)
-            found = integers if self.part is GgufPart.INTEGERS else scales
+            parts = (GgufPart.INTEGERS, GgufPart.SCALES, GgufPart.MINIMA)
+            found = split_blocks(blocks, kind)[parts.index(self.part)]
             return found.view(len(data), -1)
         package = gguf_package()
         number = package.GGMLQuantizationType[kind]

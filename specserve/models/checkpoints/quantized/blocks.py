@@ -38,13 +38,15 @@ class Block:
     scales: Tensor  # [rows or 1, groups]
     groups: Tensor  # the group of each column
     zeros: Tensor | None = None  # [rows or 1, groups]
+    minima: Tensor | None = None  # [rows, groups]
 
     def widen(self) -> Tensor:
-        """Return (codes - zeros) * scales."""
+        """Return (codes - zeros) * scales + minima."""
         numbers = self.codes.float()
         if self.zeros is not None:
             numbers = numbers - self.zeros.float()[:, self.groups]
-        return numbers * self.scales.float()[:, self.groups]
+        numbers = numbers * self.scales.float()[:, self.groups]
+        return numbers if self.minima is None else numbers + self.minima[:, self.groups]
 
     def coded(self) -> CodedWeight | None:
         """Return integers less their zero points with scales, as kernels take them.
@@ -62,7 +64,8 @@ class Block:
         if int(integers.min()) < low or int(integers.max()) > high:
             return None
         scales = self.scales.float()[:, groups].expand(len(integers), -1).contiguous()
-        return CodedWeight.from_integers(integers.to(torch.int8), scales)
+        minima = None if self.minima is None else self.minima[:, groups]
+        return CodedWeight.from_integers(integers.to(torch.int8), scales, minima)
 
 
 def block_of(numbers: Tensor) -> Block:

@@ -1,4 +1,4 @@
-"""Read the matrices of GGUF files that are integers with scales by groups of neighbours."""
+"""Read the matrices of GGUF files that are integers with scales, and minima, by groups."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Ggml:
         return stored.shape(codes) if is_weight(name) and codes in stored else None
 
     def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
-        codes, scales = self.companions(name)
+        codes, scales, minima = self.companions(name)
         size = stored.shape(codes)[1] // stored.shape(scales)[1]
         return Block(
             stored.read(codes, rows, columns),
             stored.read(scales, rows),
             column_groups(columns, size),
+            minima=stored.read(minima, rows) if minima in stored else None,
         )
 
     def companions(self, name: str) -> tuple[str, ...]:
-        return tuple(f"{owner_of(name)}.{leaf}" for leaf in ("qweight", "scales"))
+        return tuple(f"{owner_of(name)}.{leaf}" for leaf in ("qweight", "scales", "minima"))

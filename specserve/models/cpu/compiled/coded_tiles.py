@@ -1,9 +1,10 @@
 """Tiles over integers of 8 or 4 bits, which become bf16 numbers in registers.
 
-A panel of 32 outputs is cut into spans of inputs. A span has the scale of each output, in fp32, and
-then the integers [pairs, 32, 2]. Both kinds of integers are bf16 numbers, so that only sums are
-rounded: a span's sums are multiplied by the scales and added to the sums of the spans before it. A
-row's bits do not depend on the rows beside it.
+A panel of 32 outputs is cut into spans of inputs. A span has the scale of each output, in fp32, its
+minimum, if there are any, and then the integers [pairs, 32, 2]. Both kinds of integers are bf16
+numbers, so that only sums are rounded: a span's sums are multiplied by the scales and added to the
+sums of the spans before it, and so are the minima, times the sum of the row's inputs. A row's bits
+do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -28,48 +29,58 @@ CODED_ROWS = 12
 """Rows of a tile: 24 registers hold sums, and those that are left widen integers."""
 SCALE_BYTES = 4 * PANEL
 """Bytes of a span's scales."""
-BITS = (8, 4)
+ROWS_WITH_MINIMA = 8
+"""The same with minima: a third register of each row holds the sum of its inputs."""
+MINIMA = 32
+"""What a kind of weight has more than its bits if it has minima."""
+KINDS = (8, 4, 8 + MINIMA, 4 + MINIMA)
 ZERO_CODE = 8
-"""What is stored of a zero in 4 bits, which have no sign."""
+"""What is stored of a zero in 4 bits, which have no sign, unless minima are added."""
 INPUT, TABLE = 24, 25
 """Registers of a pair of inputs, and of the bf16 numbers that 4 bits stand for."""
+ONES = {8: 25, 4: 26}
+"""Register of ones, which add up a row's inputs, by the bits of the integers."""
 WEIGHTS = (30, 31)
 
 
-def coded_tiles(module: ir.Module, bits: int) -> Tiles:
-    """Build the tiles over integers of 8 or 4 bits."""
-    return Tiles([_tile(module, bits, rows) for rows in range(1, CODED_ROWS + 1)])
+def coded_tiles(module: ir.Module, kind: int) -> Tiles:
+    """Build the tiles over integers of 8 or 4 bits, with or without minima."""
+    most = CODED_ROWS if kind < MINIMA else ROWS_WITH_MINIMA
+    return Tiles([_tile(module, kind, rows) for rows in range(1, most + 1)])
 
 
-def _tile(module: ir.Module, bits: int, rows: int) -> ir.Function:
+def _tile(module: ir.Module, kind: int, rows: int) -> ir.Function:
     """Build a function that adds a span's products, scaled, to the sums.
 
     Its arguments are as for a tile over bf16 numbers.
     """
     kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG]
-    function, code = new_function(module, f"tile{rows}of{bits}", kinds)
+    function, code = new_function(module, f"tile{rows}of{kind}", kinds)
     function.attributes.add("noinline")
     x, stride, panel, pairs, sums, distance = function.args
     changed = [pairs, panel, *starts_of_rows(code, x, stride, rows)]
-    unchanged = [sums, stride, distance, panel, *([_numbers(module)] if bits == 4 else [])]
-    add_assembler(code, changed, unchanged, partial(_tile_assembler, bits, rows))
+    unchanged = [sums, stride, distance, panel, _numbers(module, kind)]
+    add_assembler(code, changed, unchanged, partial(_tile_assembler, kind, rows))
     code.ret_void()
     return function
 
 
-def _tile_assembler(bits: int, rows: int, operands: Sequence[str]) -> list[str]:
-    starts = -(-rows // 3)
+def _tile_assembler(kind: int, rows: int, operands: Sequence[str]) -> list[str]:
+    starts, bits, has_minima = -(-rows // 3), kind % MINIMA, kind > MINIMA
     pairs, panel, *pointers = operands[: 2 + starts]
-    sums, stride, distance, span, *table = operands[2 + starts :]
-    own = [f"%zmm{i}" for i in range(2 * rows)]
+    sums, stride, distance, span, numbers = operands[2 + starts :]
+    factors = (*WEIGHTS, ONES[bits]) if has_minima else WEIGHTS
+    own = [f"%zmm{len(factors) * row + i}" for row in range(rows) for i in range(2)]
+    used = range(len(factors) * rows)
     return [
-        *(f"vpxord {register}, {register}, {register}" for register in own),
-        *(f"vmovups ({numbers}), %zmm{TABLE}" for numbers in table),
-        f"addq $${SCALE_BYTES}, {panel}",
+        *(f"vpxord %zmm{i}, %zmm{i}, %zmm{i}" for i in used),
+        *([f"vmovups ({numbers}), %zmm{TABLE}"] if bits == 4 else []),
+        *([f"vmovups 64({numbers}), %zmm{ONES[bits]}"] if has_minima else []),
+        f"addq $${SCALE_BYTES * (1 + has_minima)}, {panel}",
         *(".p2align 5", "1:"),
         *(_widen_bytes(panel) if bits == 8 else _widen_halves(panel)),
         f"prefetcht0 ({panel},{distance})",
-        *row_products(rows, pointers, stride, weights=WEIGHTS, inputs=(INPUT,)),
+        *row_products(rows, pointers, stride, weights=factors, inputs=(INPUT,)),
         f"addq $${8 * bits}, {panel}",
         *(f"addq $$4, {pointer}" for pointer in pointers),
         *(f"decq {pairs}", "jne 1b"),
@@ -78,7 +89,22 @@ def _tile_assembler(bits: int, rows: int, operands: Sequence[str]) -> list[str]:
             f"vfmadd213ps {64 * i}({sums}), %zmm{WEIGHTS[i % 2]}, {register}"
             for i, register in enumerate(own)
         ),
+        *(_add_minima(span, own) if has_minima else []),
         *(f"vmovups {register}, {64 * i}({sums})" for i, register in enumerate(own)),
+    ]
+
+
+def _add_minima(span: str, own: Sequence[str]) -> list[str]:
+    """Add a span's minima, times the sum of each row's inputs, to its sums."""
+    return [
+        *(
+            f"vmovups {SCALE_BYTES + 64 * i}({span}), %zmm{weight}"
+            for i, weight in enumerate(WEIGHTS)
+        ),
+        *(
+            f"vfmadd231ps %zmm{3 * (i // 2) + 2}, %zmm{WEIGHTS[i % 2]}, {register}"
+            for i, register in enumerate(own)
+        ),
     ]
 
 
@@ -107,14 +133,16 @@ def _widen_halves(panel: str) -> list[str]:
     ]
 
 
-def _numbers(module: ir.Module) -> Any:
-    """Return the address of the bf16 numbers that codes of 4 bits stand for, twice."""
-    name = "numbers_of_4_bits"
+def _numbers(module: ir.Module, kind: int) -> Any:
+    """Return the address of the bf16 numbers that codes of 4 bits stand for, twice, and of ones."""
+    zero = 0 if kind > MINIMA else ZERO_CODE
+    name = f"numbers_from_{-zero}"
     found = module.globals.get(name)
     if found is None:
-        numbers = b"".join(struct.pack("<f", code - ZERO_CODE)[2:] for code in range(16)) * 2
-        kind = ir.ArrayType(BYTE, len(numbers))
-        found = ir.GlobalVariable(module, kind, name)
-        found.initializer = ir.Constant(kind, bytearray(numbers))
+        values = [*[code - zero for code in range(16)] * 2, *[1] * 32]
+        numbers = b"".join(struct.pack("<f", value)[2:] for value in values)
+        array = ir.ArrayType(BYTE, len(numbers))
+        found = ir.GlobalVariable(module, array, name)
+        found.initializer = ir.Constant(array, bytearray(numbers))
         found.global_constant, found.linkage = True, "internal"
     return ir.FormattedConstant(POINTER, found.get_reference())

@@ -34,7 +34,7 @@ LAYER_WEIGHTS = ("qkv", "out", "gate", "down")
 LAYER = Record(
     dict.fromkeys(LAYER_POINTERS, POINTER)
     | {"window": LONG}
-    | {f"{weight}_{what}": LONG for weight in LAYER_WEIGHTS for what in ("bits", "span")}
+    | {f"{weight}_{what}": LONG for weight in LAYER_WEIGHTS for what in ("kind", "span")}
 )
 """What belongs to a layer."""
 
@@ -146,7 +146,7 @@ def _add_layer(
             "rows": rows,
             "pairs": code.lshr(inputs, LONG(1)),
             "columns": columns,
-            "bits": layer[f"{weight}_bits"],
+            "kind": layer[f"{weight}_kind"],
             "span": layer[f"{weight}_span"],
             "x_stride": strides[x],
             "out_stride": strides[out],

@@ -13,7 +13,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.coded_tiles import BITS, CODED_ROWS, SCALE_BYTES, coded_tiles
+from specserve.models.cpu.compiled.coded_tiles import (
+    CODED_ROWS,
+    KINDS,
+    MINIMA,
+    ROWS_WITH_MINIMA,
+    SCALE_BYTES,
+    coded_tiles,
+)
 from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.cpu.compiled.tiles import (
     PAIR_BYTES,
@@ -66,7 +73,7 @@ OUTPUTS = {"product": PANEL, "unrounded_product": PANEL, "gated_product": LANES}
 ARGUMENTS = (
     *("x", "weight", "out", "residual", "bias"),  # pointers; the last two may be null
     *("rows", "pairs", "columns"),
-    *("bits", "span"),  # of a weight: 16, or 8 or 4, and the pairs of inputs that share scales
+    *("kind", "span"),  # of a weight: 16 or one of KINDS, and the pairs of inputs that share scales
     *("x_stride", "out_stride"),  # bytes of a row; the residual's is that of the result
 )
 """A team's size follows."""
@@ -81,18 +88,18 @@ PRODUCT = Record(
 
 
 class AllTiles:
-    """The tiles over weights of each number of bits."""
+    """The tiles over weights of each kind."""
 
     def __init__(self, module: ir.Module, tiles: Tiles) -> None:
         self._tiles = tiles
-        self._coded = {bits: coded_tiles(module, bits) for bits in BITS}
+        self._coded = {kind: coded_tiles(module, kind) for kind in KINDS}
 
-    def add_products(self, code: Any, bits: Any, **given: Any) -> None:
-        """Build the products with a block of a panel, whose weights have that many bits."""
+    def add_products(self, code: Any, kind: Any, **given: Any) -> None:
+        """Build the products with a block of a panel, whose weights are of that kind."""
         after = code.append_basic_block("multiplied")
         others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
         plain = code.append_basic_block("of16")
-        switch = code.switch(bits, plain)
+        switch = code.switch(kind, plain)
         for block, own in others.items():
             switch.add_case(LONG(own), block)
         for block in (plain, *others):
@@ -127,15 +134,19 @@ def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, St
 
 def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     """Build the record of a product that makes a number of outputs of a panel."""
-    rows, pairs, bits = values["rows"], values["pairs"], values["bits"]
-    is_coded = code.icmp_signed("!=", bits, LONG(16))
-    most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
+    rows, pairs, kind = values["rows"], values["pairs"], values["kind"]
+    is_coded = code.icmp_signed("!=", kind, LONG(16))
+    has_minima = code.icmp_signed(">", kind, LONG(MINIMA))
+    bits = code.urem(kind, LONG(MINIMA))
+    coded_rows = code.select(has_minima, LONG(ROWS_WITH_MINIMA), LONG(CODED_ROWS))
+    most = code.select(is_coded, coded_rows, LONG(TILE_ROWS))
     tile = tile_height(code, rows, most)
     has_one_tile = code.icmp_signed("==", tile, rows)
     # Where scales change, the sums are rounded: integers have the same blocks for all rows.
     block = code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS))
     block = code.select(is_coded, values["span"], block)
-    scales = code.select(is_coded, LONG(SCALE_BYTES), LONG(0))
+    scales = code.select(has_minima, LONG(2 * SCALE_BYTES), LONG(SCALE_BYTES))
+    scales = code.select(is_coded, scales, LONG(0))
     block_bytes = code.add(scales, code.mul(block, code.mul(bits, LONG(PAIR_BYTES // 16))))
     coded_bytes = code.mul(code.sdiv(pairs, block), block_bytes)
     panel_bytes = code.select(is_coded, coded_bytes, code.mul(pairs, LONG(PAIR_BYTES)))
@@ -187,7 +198,7 @@ def _work(
                 number = code.sdiv(pair, field["block"])
                 tiles.add_products(
                     code,
-                    field["bits"],
+                    field["kind"],
                     x=at(code, group_x, code.mul(pair, LONG(4))),
                     stride=in_stride,
                     rows=group_rows,

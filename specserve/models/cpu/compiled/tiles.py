@@ -143,7 +143,8 @@ def row_products(
 ) -> list[str]:
     """Return assembler that adds a pair of each row, times two vectors of weights, to its sums.
 
-    Sums are in the registers from 0 on; `weights` and `inputs` are registers, too.
+    Sums are in the registers from 0 on, as many for a row as `weights`, which are registers, too,
+    as `inputs` are.
     """
     lines = []
     for row in range(rows):
@@ -151,7 +152,8 @@ def row_products(
         pair = f"%zmm{inputs[row % len(inputs)]}"
         lines.append(f"vbroadcastss ({pointers[row // 3]}{index}), {pair}")
         lines += [
-            f"vdpbf16ps %zmm{weight}, {pair}, %zmm{2 * row + i}" for i, weight in enumerate(weights)
+            f"vdpbf16ps %zmm{weight}, {pair}, %zmm{len(weights) * row + i}"
+            for i, weight in enumerate(weights)
         ]
     return lines
 
