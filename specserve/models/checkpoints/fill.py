@@ -46,9 +46,12 @@ def fill(
             weight = _read_float8(weights, division, name, empty)
             set_float8(_owner(module, name), weight.to(device))
             continue
-        key = stored[name] if division is None or division.part(name, empty.shape) is None else name
+        coded = keeps_codes and _is_linear(module, name)
+        is_whole = division is None or division.part(name, empty.shape) is None
+        # A tied head has integers of its own: the embedding stays plain, for rows are taken of it.
+        is_own = coded and weights.is_quantized(stored[name])
+        key = stored[name] if is_whole and not is_own else name
         if key not in read:
-            coded = keeps_codes and name == key and _is_linear(module, name)
             part = _read_rounded(
                 weights, stored[name], division, name, empty, coded=coded, rounding=rounding
             )
@@ -61,10 +64,8 @@ def fill(
 
 
 def _is_linear(module: Any, name: str) -> bool:
-    """Return whether a parameter is the weight of a linear layer alone, and of no embedding."""
-    tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
-    is_weight = name.endswith(".weight") and name not in tied
-    return is_weight and type(_owner(module, name)) is nn.Linear
+    """Return whether a parameter is the weight of a linear layer."""
+    return name.endswith(".weight") and type(_owner(module, name)) is nn.Linear
 
 
 def _owner(module: Any, name: str) -> Any:

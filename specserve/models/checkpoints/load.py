@@ -42,6 +42,7 @@ from specserve.models.checkpoints.weights import (
     Weights,
     stored_tensors,
 )
+from specserve.models.coded_weight import CodedWeight
 from specserve.models.plans import check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers
@@ -237,11 +238,18 @@ def _load_part(
         float8=float8,
         rounding=None if round_to is None else Rounding.from_module(whole, round_to),
     )
-    if division is None:
-        module.tie_weights()
-    else:
+    if division is not None:
         division.narrow(module)
+    elif not _has_own_integers(module):
+        module.tie_weights()
     return module
+
+
+def _has_own_integers(module: Any) -> bool:
+    """Return whether a tied head has integers beside the plain embedding."""
+    return any(
+        isinstance(module.get_parameter(name), CodedWeight) for name in module.all_tied_weights_keys
+    )
 
 
 def _empty_part(

@@ -77,6 +77,9 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return self._find_tensor(name) is not None or bool(self._find_experts(name))
 
+    def is_quantized(self, name: str) -> bool:
+        return self._quantized_shape(name) is not None
+
     def unread(self) -> set[str]:
         return {name for name in self._stored.unread() if not self._is_ignored(name)}
 

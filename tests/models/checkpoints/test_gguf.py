@@ -226,8 +226,8 @@ def require_same(found: Tensor, wanted: Tensor) -> None:
 def test_linear_layers_keep_integers_with_their_scales_and_minima(
     kind: str, bits: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = LlamaConfig(**{**GROUPED, "intermediate_size": 128})
-    original = checkpoints.write(config, tmp_path / "original")
+    tied = {"intermediate_size": 128, "tie_word_embeddings": True}
+    original = checkpoints.write(LlamaConfig(**{**GROUPED, **tied}), tmp_path / "original")
     file = find_checkpoint(gguf_files.write(original, tmp_path / "tiny.gguf", kind=kind))
     for shard in (None, Shard(0, 2), Shard(1, 2)):
         caplog.clear()
@@ -243,6 +243,10 @@ def test_linear_layers_keep_integers_with_their_scales_and_minima(
             assert isinstance(weight, CodedWeight)
             assert weight.bits == bits
             assert torch.equal(weight + 0, wanted.get_submodule(name).weight)
+        if shard is None:
+            head, embedding = kept.module.lm_head.weight, kept.module.model.embed_tokens.weight
+            assert isinstance(head, CodedWeight)
+            assert torch.equal(head + 0, embedding)
         said = f"tiny.gguf-{file.name[-16:]} is quantized (gguf): its weights take"
         assert said in caplog.messages[0]
         assert "its weights are widened to bfloat16" in caplog.messages[-1]
