@@ -24,7 +24,7 @@ from specserve.tools.bench.report import machine
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DialogueTurn:
     """An answer of the dialogue."""
 
     context: int  # tokens before it
@@ -32,7 +32,7 @@ class Turn:
     stats: Stats
 
 
-Talks = Mapping[tuple[str, float], Sequence[Turn]]  # by drafter and temperature
+Talks = Mapping[tuple[str, float], Sequence[DialogueTurn]]  # by drafter and temperature
 
 
 def prompts() -> Iterator[str]:
@@ -41,23 +41,25 @@ def prompts() -> Iterator[str]:
     return (task.prompt for task in chain.from_iterable(zip(*kinds, strict=False)))
 
 
-def talk(llm: LLM, temperature: float, gamma: int, options: argparse.Namespace) -> list[Turn]:
+def talk(
+    llm: LLM, temperature: float, gamma: int, options: argparse.Namespace
+) -> list[DialogueTurn]:
     """Hold a dialogue until `options.context` tokens; each turn has a seed of its own."""
     messages: list[dict[str, object]] = []
-    turns: list[Turn] = []
+    turns: list[DialogueTurn] = []
     for number, prompt in enumerate(prompts()):
         messages.append({"role": "user", "content": prompt})
         answer = llm.chat([messages], sampling(number, temperature, options.tokens, gamma))[0]
         assert answer.stats is not None
         context = len(answer.prompt_token_ids)
-        turns.append(Turn(context, tuple(answer.token_ids), answer.stats))
+        turns.append(DialogueTurn(context, tuple(answer.token_ids), answer.stats))
         messages.append({"role": "assistant", "content": answer.text})
         if context + len(answer.token_ids) > options.context:
             break
     return turns
 
 
-def acceptance_rate(turns: Sequence[Turn]) -> str:
+def acceptance_rate(turns: Sequence[DialogueTurn]) -> str:
     """Return accepted draft tokens to those that were reached, or nothing without any."""
     stats = [turn.stats for turn in turns if turn.stats.drafts]
     whole = sum(sum(one.accepted_by_position[GAMMA - 1 :]) for one in stats)
@@ -71,7 +73,7 @@ def hold_all(options: argparse.Namespace) -> Talks:
     drafters: dict[str, dict[str, Any]] = {"prompt_copy": {"draft.kind": "prompt_copy"}}
     if options.eagle:
         drafters["eagle"] = {"draft.kind": "eagle", "draft.path": options.eagle}
-    found: dict[tuple[str, float], Sequence[Turn]] = {}
+    found: dict[tuple[str, float], Sequence[DialogueTurn]] = {}
     for kind, keys in drafters.items():
         with LLM(**own, **keys) as llm:
             for temperature in TEMPERATURES:

@@ -135,7 +135,7 @@ def join_coded(
 
 
 def _spread(numbers: Tensor, groups: int) -> Tensor:
-    """Return numbers of groups as those of so many smaller groups."""
+    """Return the numbers of groups for `groups` smaller ones."""
     return numbers.repeat_interleave(groups // numbers.shape[1], dim=1)
 
 

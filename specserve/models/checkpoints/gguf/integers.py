@@ -67,10 +67,10 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Return those of the 8 groups of a block of Q4_K or Q5_K, which have 6 bits each.
+    """Return the scales and minima of the 8 groups of a block of Q4_K or Q5_K.
 
-    Those of the last four groups lie in the upper two bits of the first ones' bytes, and in the
-    halves of four bytes of their own.
+    They have 6 bits each. The last four groups' lie in the upper two bits of the first four's
+    bytes, and in the halves of four bytes of their own.
     """
     scales, minima, halves = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     of_scales = np.concatenate([scales & 63, halves & 15 | scales >> 6 << 4], axis=1)
