@@ -251,27 +251,28 @@ class PagedCache:
         """Attach cached pages that hold the next of these tokens, and return how many tokens.
 
         At least one token is left to compute, for its logits. Pages are attached only to a sequence
-        that is wholly committed and ends at the end of a page.
+        that is wholly committed; one that it has begun is replaced by the cached one.
         """
         if not self.prefix_caching:
             return 0
         sequence = self._sequences.get(seq_id)
-        if (
-            sequence is not None
-            and not sequence.reserved
-            == len(sequence.tokens)
-            == len(sequence.page_hashes) * self.page_size
-        ):
+        whole = 0 if sequence is None else len(sequence.page_hashes) * self.page_size
+        begun = [] if sequence is None else sequence.tokens[whole:]
+        if sequence is not None and sequence.reserved > whole + bool(begun) * self.page_size:
             return 0
         self.prefix_queries += len(tokens)
         if sequence is None or not sequence.tokens:
             self.unreported_hits.pop(seq_id, None)
         parent = b"" if sequence is None else sequence.last_hash
-        found = list(self._find_pages(parent, tokens[:-1]))
+        found = list(self._find_pages(parent, (*begun, *tokens[:-1])))
         if not found:
             return 0
-        self._attach(sequence or self._add_sequence(seq_id), found, tokens)
-        num_found = len(found) * self.page_size
+        if sequence is None:
+            sequence = self._add_sequence(seq_id)
+        elif begun:
+            self._shrink(sequence, whole)
+        self._attach(sequence, found, (*begun, *tokens))
+        num_found = len(found) * self.page_size - len(begun)
         self.prefix_hits += num_found
         self.unreported_hits[seq_id] = self.unreported_hits.get(seq_id, 0) + num_found
         return num_found

@@ -174,7 +174,7 @@ class Runner:
         if step.start == 0:
             cache.begin(step.seq_id, step.cache_salt)
         is_long = len(step.tokens) - keep >= cache.page_size
-        if may_attach and is_long and step.start % cache.page_size == 0:
+        if may_attach and is_long:
             prompt = step.tokens[: len(step.tokens) - max(keep, 1) + 1]
             found = cache.attach_prefix(step.seq_id, prompt)
             if found:

@@ -66,7 +66,7 @@ class CheckedCache:
         text = self.texts.get(seq_id, [])
         self.cache.truncate(seq_id, len(text))
         found = self.cache.attach_prefix(seq_id, tokens) if match else 0
-        assert found % PAGE == 0
+        assert not found or (len(text) + found) % PAGE == 0
         assert found < len(tokens)
         if found:
             text = self.texts[seq_id] = text + list(tokens[:found])
@@ -406,6 +406,16 @@ def test_a_prompt_in_chunks_is_attached_chunk_by_chunk() -> None:
     assert checked.write(2, text(5 * PAGE)[: 2 * PAGE + 1]) == 2 * PAGE
     checked.truncate(2, 2 * PAGE)
     assert checked.write(2, text(5 * PAGE)[2 * PAGE :]) == 2 * PAGE
+    checked.compare()
+
+
+def test_a_page_that_a_chunk_has_begun_is_replaced_by_the_cached_one() -> None:
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(5 * PAGE))
+    checked.truncate(1, 5 * PAGE)
+    assert checked.write(2, text(5 * PAGE)[: 2 * PAGE + 1]) == 2 * PAGE
+    assert checked.write(2, text(5 * PAGE)[2 * PAGE + 1 :]) == 2 * PAGE - 1
+    assert checked.cache.num_used == 5 + 1, "the page that was begun is free again"
     checked.compare()
 
 
