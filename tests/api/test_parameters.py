@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import reduce
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
+from specserve.api.chat_schema import ChatBody
 from specserve.api.dialects import DIALECTS
+from specserve.api.schema import CompletionBody
+from specserve.sampling_params import Sampling
 from tests.api.parameter_table import BOTH, CHATS, COMPLETIONS, Effect, Row
 from tests.support.asgi import send
 from tests.support.http_server import CONTEXT, FakeService, Reply, app_over
@@ -91,6 +95,21 @@ def test_null_is_neutral_and_so_is_each_neutral_value(
 ) -> None:
     for value in (None, *DIALECTS[name].neutral):
         assert ask(app, service, "/v1/completions", **{name: value}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "rows", "elsewhere"),
+    [
+        (CompletionBody, COMPLETIONS, {"prompt"}),
+        (ChatBody, CHATS, {"messages", "thinking_token_budget"}),
+    ],
+)
+def test_a_field_without_a_row_is_one_of_sampling(
+    body: type[CompletionBody | ChatBody], rows: list[Row], elsewhere: set[str]
+) -> None:
+    """Other fields might be taken and have no effect; the budget has tests in `reasoning/`."""
+    listed = {name for name, _, _ in BOTH + rows} | {field.name for field in fields(Sampling)}
+    assert set(body.model_fields) - listed == elsewhere
 
 
 def test_no_row_is_there_twice() -> None:

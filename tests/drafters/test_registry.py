@@ -10,10 +10,16 @@ import pytest
 from specserve import LLM, Sampling
 from specserve.cli.main import main
 from specserve.config.kinds import NGRAM_KINDS
+from specserve.config.sections import DRAFT_KINDS
 from specserve.config.tree import DEMO
+from specserve.drafters.registry import APART, OPENERS, TOGETHER
 from specserve.errors import ConfigError, ModelError
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
+
+
+def test_every_kind_of_the_config_has_an_opener() -> None:
+    assert {*OPENERS, *APART, *TOGETHER} == set(DRAFT_KINDS) - {"none"}
 
 
 @pytest.fixture(scope="module")
