@@ -102,12 +102,16 @@ class Neighbours:
     count: int
     busy: float = 0.0
     idle: float = 1.0
+    own_session: bool = False  # as of other users and containers: the system divides cores by them
 
     @contextmanager
     def running(self) -> Iterator[float]:
         """Run them, and yield the share of a core that they have together."""
         code = BUSY.format(busy=self.busy, idle=self.idle)
-        processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(self.count)]
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code], start_new_session=self.own_session)
+            for _ in range(self.count)
+        ]
         try:
             yield self._share(processes)
         finally:
@@ -133,6 +137,7 @@ NEIGHBOURS = (
     Neighbours("a fifth of a core, in pieces of 1 ms", 1, 0.001, 0.004),
     Neighbours("half of a core, in pieces of 5 ms", 1, 0.005, 0.005),
     Neighbours("one that never sleeps", 1, 1.0, 0.0),
+    Neighbours("one that never sleeps in another session", 1, 1.0, 0.0, own_session=True),
     Neighbours("eight that wake up each 2 ms", 8, 0.00002, 0.002),
 )
 
@@ -252,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where the report goes; the terminal by default")
     parser.add_argument("--target", type=Path, help="a model; the demo target widened by default")
+    parser.add_argument("--beside", default="", metavar="NAME", help="neighbours with that in it")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -261,7 +267,8 @@ def main() -> None:
         return
     turns, passes = (1, 2) if options.quick else (options.turns, PASSES)
     settings = list(SETTINGS)[2:3] if options.quick else list(SETTINGS)
-    others = NEIGHBOURS[: 1 if options.quick else None]
+    others = [other for other in NEIGHBOURS if options.beside in other.name]
+    others = others[: 1 if options.quick else None]
     busy = mean(psutil.cpu_percent(0.5) for _ in range(1 if options.quick else 4))
     together = speed_of_two(1 if options.quick else 3)
     with tempfile.TemporaryDirectory() as scratch:

@@ -244,7 +244,8 @@ def test_linear_layers_keep_integers_with_their_scales_and_minima(
             assert weight.bits == bits
             assert torch.equal(weight + 0, wanted.get_submodule(name).weight)
         if shard is None:
-            head, embedding = kept.module.lm_head.weight, kept.module.model.embed_tokens.weight
+            tied_model: Any = kept.module
+            head, embedding = tied_model.lm_head.weight, tied_model.model.embed_tokens.weight
             assert isinstance(head, CodedWeight)
             assert torch.equal(head + 0, embedding)
         said = f"tiny.gguf-{file.name[-16:]} is quantized (gguf): its weights take"
