@@ -18,6 +18,7 @@ from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
 from specserve.config.tree import Config
 from specserve.errors import ModelError
 from specserve.models.checkpoints.find import describe, find_config
+from specserve.models.checkpoints.gguf.tensors import GgufFile
 from specserve.models.checkpoints.tensors import open_file
 from specserve.models.checkpoints.weights import weight_files
 from specserve.models.model import ModelOptions
@@ -90,9 +91,12 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
 def _tensors(subject: str, path: Path, files: Sequence[Path]) -> Iterator[Finding]:
     """Check the files' headers, and that they have the tensors of the index."""
     stored: dict[str, Path] = {}
+    count = 0
     for file in files:
         try:
-            stored.update(dict.fromkeys(open_file(file).keys(), file))
+            opened = open_file(file)
+            stored.update(dict.fromkeys(opened.keys(), file))
+            count += opened.num_stored if isinstance(opened, GgufFile) else len(opened.keys())
         except ModelError as error:
             yield bad(subject, str(error), "it is broken or cut off: fetch it again")
             return
@@ -105,7 +109,7 @@ def _tensors(subject: str, path: Path, files: Sequence[Path]) -> Iterator[Findin
         )
     else:
         size = sum(file.stat().st_size for file in files)
-        yield ok(subject, f"{len(stored)} tensors in {len(files)} files, {size / 2**20:,.0f} MiB")
+        yield ok(subject, f"{count} tensors in {len(files)} files, {size / 2**20:,.0f} MiB")
 
 
 def _indexed(path: Path) -> Mapping[str, str]:

@@ -77,6 +77,11 @@ class GgufFile:
     def keys(self) -> Iterable[str]:
         return self._tensors.keys()
 
+    @property
+    def num_stored(self) -> int:
+        """The number of tensors as the file counts them."""
+        return sum(not part.is_of_groups for _, part in self._tensors.values())
+
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name)[()]
 
