@@ -31,7 +31,7 @@ SPINS = "1000"
 """Looks at a barrier before a thread sleeps, some 20 microseconds, about what waking one takes.
 
 OpenMP's own number is 300,000 where there are cores enough. A thread that spins so long holds the
-core that the thread it waits for needs, if another process has the other core.
+core that the thread it waits for needs, where another session or container has the other core.
 """
 
 

@@ -45,6 +45,18 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def run_alone(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process without the variables that are set here."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str]) -> None:
     monkeypatch.setattr(processor, "processor_flags", lambda: flags)
 
@@ -87,15 +99,7 @@ def test_threads_wait_as_a_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_torch_s_threads_read_how_to_wait_in_a_process_that_imports_an_llm() -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in SPIN_VARIABLES}
-    shown = subprocess.run(
-        [sys.executable, "-c", "from specserve import LLM\nimport torch"],
-        env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stderr
+    shown = run_alone("from specserve import LLM\nimport torch", OMP_DISPLAY_ENV="VERBOSE").stderr
     assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", shown) == [SPINS]
 
 
@@ -121,17 +125,8 @@ def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
 
 def onednn_isa(flags: frozenset[str], *, before: str = "") -> str:
     """Return what oneDNN says that it uses, in a process that imported torch before specserve."""
-    environment = {k: v for k, v in os.environ.items() if k not in CAP_VARIABLES}
     program = PROGRAM.format(flags=set(flags), before=before)
-    log = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"ONEDNN_VERBOSE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-    match = re.search(r"cpu,isa:(.*)", log)
+    match = re.search(r"cpu,isa:(.*)", run_alone(program, ONEDNN_VERBOSE="1").stdout)
     assert match is not None
     return match[1]
 

@@ -51,8 +51,9 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
 300,000 is OpenMP's own number where it has cores enough for all threads.
 """
 BUSY = """
-import time
-while True:
+import os, time
+parent = os.getppid()
+while os.getppid() == parent:  # also where that one is killed
     end = time.perf_counter() + {busy}
     while time.perf_counter() < end:
         pass

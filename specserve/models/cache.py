@@ -251,7 +251,7 @@ class PagedCache:
         """Attach cached pages that hold the next of these tokens, and return how many tokens.
 
         At least one token is left to compute, for its logits. Pages are attached only to a sequence
-        that is wholly committed; one that it has begun is replaced by the cached one.
+        that is wholly committed; a page that it has begun is replaced by the cached one.
         """
         if not self.prefix_caching:
             return 0
