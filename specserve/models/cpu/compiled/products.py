@@ -17,9 +17,9 @@ from specserve.models.cpu.compiled.coded_tiles import (
     CODED_ROWS,
     KINDS,
     MINIMA,
-    ROWS_WITH_MINIMA,
     SCALE_BYTES,
     coded_tiles,
+    sum_inputs,
 )
 from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.cpu.compiled.tiles import (
@@ -32,6 +32,7 @@ from specserve.models.cpu.compiled.tiles import (
     tile_height,
 )
 from specserve.models.cpu.compiled.vectors import (
+    FLOAT,
     FP32,
     LANES,
     LONG,
@@ -91,10 +92,11 @@ class AllTiles:
     """The tiles over weights of each kind."""
 
     def __init__(self, module: ir.Module, tiles: Tiles) -> None:
+        self.sum_inputs = sum_inputs(module)
         self._tiles = tiles
         self._coded = {kind: coded_tiles(module, kind) for kind in KINDS}
 
-    def add_products(self, code: Any, kind: Any, **given: Any) -> None:
+    def add_products(self, code: Any, kind: Any, input_sums: Any, **given: Any) -> None:
         """Build the products with a block of a panel, whose weights are of that kind."""
         after = code.append_basic_block("multiplied")
         others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
@@ -104,8 +106,9 @@ class AllTiles:
             switch.add_case(LONG(own), block)
         for block in (plain, *others):
             code.position_at_end(block)
-            tiles = self._coded[others[block]] if block in others else self._tiles
-            tiles.add_products(code, **given)
+            own = others.get(block, 16)
+            more = {"input_sums": input_sums} if own > MINIMA else {}
+            self._coded.get(own, self._tiles).add_products(code, **given, **more)
             code.branch(after)
         code.position_at_end(after)
 
@@ -138,8 +141,7 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     is_coded = code.icmp_signed("!=", kind, LONG(16))
     has_minima = code.icmp_signed(">", kind, LONG(MINIMA))
     bits = code.urem(kind, LONG(MINIMA))
-    coded_rows = code.select(has_minima, LONG(ROWS_WITH_MINIMA), LONG(CODED_ROWS))
-    most = code.select(is_coded, coded_rows, LONG(TILE_ROWS))
+    most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
     tile = tile_height(code, rows, most)
     has_one_tile = code.icmp_signed("==", tile, rows)
     # Where scales change, the sums are rounded: integers have the same blocks for all rows.
@@ -153,7 +155,8 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
     fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
     fair = code.sdiv(panels, LONG(8))
-    fits = code.icmp_signed(">", fitting, LONG(0))
+    # Many rows would have many sums of inputs.
+    groups = code.or_(code.icmp_signed(">", fitting, LONG(0)), has_minima)
     return PRODUCT.new(
         code,
         {
@@ -162,7 +165,7 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
             "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
             "block": block,
             "tile": tile,
-            "group": code.select(fits, code.mul(tile, LONG(GROUP_TILES)), rows),
+            "group": code.select(groups, code.mul(tile, LONG(GROUP_TILES)), rows),
             "block_bytes": block_bytes,
             "panel_bytes": panel_bytes,
         },
@@ -177,46 +180,68 @@ def _work(
     A number of the result, and of the residual, has `out_bytes`.
     """
     function, code = new_function(module, f"work_on_{name}", [POINTER])
-    memory = function.args[0]
-    field = PRODUCT.load(code, memory)
-    rows, pairs, columns = field["rows"], field["pairs"], field["columns"]
+    field = PRODUCT.load(code, function.args[0])
+    rows, columns = field["rows"], field["columns"]
     in_stride, out_stride = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
+    has_minima = code.icmp_signed(">", field["kind"], LONG(MINIMA))
+    spans = code.sdiv(field["pairs"], field["block"])
+    num_sums = code.mul(smaller(code, field["group"], rows), spans)
+    input_sums = new_memory(code, FLOAT, count=code.select(has_minima, num_sums, LONG(0)))
     with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
-        with (
-            counting(code, LONG(0), rows, field["group"]) as group,
-            counting(code, first, stop, LONG(1)) as panel,
-        ):
-            weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
+        with counting(code, LONG(0), rows, field["group"]) as group:
             group_rows = smaller(code, field["group"], code.sub(rows, group))
-            group_x = at(code, field["x"], code.mul(group, in_stride))
-            # The first tile brings the panel into the cache.
-            is_first = code.icmp_signed("==", group, LONG(0))
-            clear_sums(module, code, sums, group_rows)
-            with counting(code, LONG(0), pairs, field["block"]) as pair:
-                number = code.sdiv(pair, field["block"])
-                tiles.add_products(
-                    code,
-                    field["kind"],
-                    x=at(code, group_x, code.mul(pair, LONG(4))),
-                    stride=in_stride,
-                    rows=group_rows,
-                    height=field["tile"],
-                    panel=at(code, weight, code.mul(number, field["block_bytes"])),
-                    pairs=smaller(code, field["block"], code.sub(pairs, pair)),
-                    sums=sums,
-                    fetches=code.select(is_first, LONG(PREFETCH_BYTES), LONG(0)),
-                )
-            column = code.mul(panel, LONG(OUTPUTS[name]))
-            bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
-            offset = code.add(code.mul(column, LONG(out_bytes)), code.mul(group, out_stride))
-            residual = at_if_any(code, field["residual"], offset)
-            out = at(code, field["out"], offset)
-            columns_left = code.sub(columns, column)
-            code.call(finish, [sums, group_rows, out, out_stride, residual, bias, columns_left])
+            x = at(code, field["x"], code.mul(group, in_stride))
+            with code.if_then(has_minima):
+                of_rows = [x, in_stride, group_rows, spans, field["block"], input_sums]
+                code.call(tiles.sum_inputs, of_rows)
+            with counting(code, first, stop, LONG(1)) as panel:
+                clear_sums(module, code, sums, group_rows)
+                # The first tile brings the panel into the cache.
+                is_first = code.icmp_signed("==", group, LONG(0))
+                fetches = code.select(is_first, LONG(PREFETCH_BYTES), LONG(0))
+                weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
+                _add_blocks(code, tiles, field, x, group_rows, weight, sums, input_sums, fetches)
+                column = code.mul(panel, LONG(OUTPUTS[name]))
+                bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
+                offset = code.add(code.mul(column, LONG(out_bytes)), code.mul(group, out_stride))
+                residual = at_if_any(code, field["residual"], offset)
+                out = at(code, field["out"], offset)
+                left = code.sub(columns, column)
+                code.call(finish, [sums, group_rows, out, out_stride, residual, bias, left])
     code.ret_void()
     return function
+
+
+def _add_blocks(
+    code: Any,
+    tiles: AllTiles,
+    field: Mapping[str, Any],
+    x: Any,
+    rows: Any,
+    weight: Any,
+    sums: Any,
+    input_sums: Any,
+    fetches: Any,
+) -> None:
+    """Build the products of a panel, block by block."""
+    pairs, block = field["pairs"], field["block"]
+    with counting(code, LONG(0), pairs, block) as pair:
+        number = code.sdiv(pair, block)
+        tiles.add_products(
+            code,
+            field["kind"],
+            at(code, input_sums, code.mul(code.mul(number, rows), LONG(4))),
+            x=at(code, x, code.mul(pair, LONG(4))),
+            stride=field["x_stride"],
+            rows=rows,
+            height=field["tile"],
+            panel=at(code, weight, code.mul(number, field["block_bytes"])),
+            pairs=smaller(code, block, code.sub(pairs, pair)),
+            sums=sums,
+            fetches=fetches,
+        )
 
 
 FINISH_ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG]

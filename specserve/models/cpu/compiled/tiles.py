@@ -56,10 +56,12 @@ class Tiles:
         pairs: Any,
         sums: Any,
         fetches: Any = None,
+        input_sums: Any = None,
     ) -> None:
         """Build the products of `rows` rows with a panel, `height` of them at a time.
 
         The rows lie `stride` bytes apart. `fetches` is how far ahead the first tile fetches.
+        `input_sums` is for weights with minima.
         """
         with counting(code, LONG(0), rows, height) as row:
             num_rows = smaller(code, height, code.sub(rows, row))
@@ -72,6 +74,8 @@ class Tiles:
                 at(code, sums, code.mul(row, LONG(SUMS_BYTES))),
                 LONG(0) if fetches is None else code.select(is_first, fetches, LONG(0)),
             ]
+            if input_sums is not None:
+                given.append(at(code, input_sums, code.mul(row, LONG(4))))
             _call_one_of(code, num_rows, self._functions, given)
 
 

@@ -203,8 +203,8 @@ def memset_zero(module: ir.Module, code: Any, memory: Any, num_bytes: Any) -> No
     code.call(memset, [memory, BYTE(0), num_bytes, ir.IntType(1)(0)])
 
 
-def new_memory(code: Any, kind: Any, *, align: int | None = None) -> Any:
-    memory = code.alloca(kind)
+def new_memory(code: Any, kind: Any, *, count: Any = None, align: int | None = None) -> Any:
+    memory = code.alloca(kind, size=count)
     memory.align = align
     memory.type = POINTER  # not one to its kind, which LLVM does not know any more
     return memory
