@@ -6,6 +6,7 @@ Knows no tensors and no sockets.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from specserve.hidden_states import HiddenStates
@@ -21,19 +22,29 @@ class HiddenRelay:
     """States that have arrived with verdicts and are not sent on yet."""
 
     def __init__(self) -> None:
-        self._waiting: tuple[HiddenStates, ...] = ()
+        self._waiting = deque[HiddenStates]()
+        self._num_bytes = 0
 
     def add(self, hidden: Sequence[HiddenStates]) -> None:
-        if hidden:
-            self._waiting = newest_states((*self._waiting, *hidden), MAX_SENT_BYTES)
+        """Keep the newest states, of which one message can bring all."""
+        for each in hidden:
+            self._waiting.append(each)
+            self._num_bytes += each.num_bytes
+        while self._num_bytes > MAX_SENT_BYTES:
+            self._num_bytes -= self._waiting.popleft().num_bytes
 
     def take(self) -> tuple[HiddenStates, ...]:
         """Return what waits, the oldest first; it is dropped here."""
-        taken, self._waiting = self._waiting, ()
+        taken = tuple(self._waiting)
+        self._waiting.clear()
+        self._num_bytes = 0
         return taken
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        self._waiting = tuple(each for each in self._waiting if each.seq_id not in seq_ids)
+        kept = [each for each in self._waiting if each.seq_id not in seq_ids]
+        self._waiting.clear()
+        self._num_bytes = 0
+        self.add(kept)
 
 
 def newest_states(hidden: Sequence[HiddenStates], max_bytes: int) -> tuple[HiddenStates, ...]:

@@ -51,9 +51,13 @@ class TargetStates:
         )
         parts = torch.split(projected, [len(each.rows) for each in hidden])
         for each, rows in zip(hidden, parts, strict=True):
-            known = self._arrived.get(each.seq_id, [])
-            kept = [part for one in known if len((part := one.between(0, each.start)).rows)]
-            self._arrived[each.seq_id] = [*kept, HiddenRows(each.seq_id, each.start, rows)]
+            known = self._arrived.setdefault(each.seq_id, [])
+            # Where nothing is drafted, there is one of each round: only the last ones are read.
+            while known and known[-1].stop > each.start:
+                part = known.pop().between(0, each.start)
+                if len(part.rows):
+                    known.append(part)
+            known.append(HiddenRows(each.seq_id, each.start, rows))
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:

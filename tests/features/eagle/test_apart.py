@@ -224,3 +224,13 @@ def test_a_head_of_another_target_is_one_sentence_before_weights_are_read(
     with pytest.raises(ModelError, match=named) as raised:
         find_checkpoints(config(llama, head))
     assert "\n" not in str(raised.value)
+
+
+def test_a_relay_keeps_the_newest_of_what_nothing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.engine.hidden_relay.MAX_SENT_BYTES", 31)
+    relay = HiddenRelay()
+    for i in range(9):
+        relay.add([HiddenStates(i % 3, i, 1, "float32", bytes(8))])
+    assert [each.start for each in relay.take()] == [6, 7, 8]
+    relay.add([HiddenStates(0, 9, 1, "float32", bytes(8)), HiddenStates(0, 10, 1, "float32", b"")])
+    assert [each.start for each in relay.take()] == [9, 10]
