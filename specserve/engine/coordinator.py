@@ -101,7 +101,8 @@ class Coordinator:
         self._last_round: Round | None = None  # not reported yet
         self._verified_at: float | None = None  # when the last verdicts came
         self._cancelled: list[int] = []
-        self._closed, self._wake = False, asyncio.Event()
+        self._closed = self._paused = False
+        self._wake = asyncio.Event()
 
     def submit(self, request: Request) -> int:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
@@ -151,6 +152,14 @@ class Coordinator:
         They end when the next round begins.
         """
         self._closed = self.can_resume_elsewhere = True
+        self.resume()
+
+    def pause(self) -> None:
+        """Begin no round until `resume`; sequences stay as they are."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
         self._wake.set()
 
     @property
@@ -165,7 +174,7 @@ class Coordinator:
         that no worker raised ends the engine at once: what state it has left is not known.
         """
         while not self._closed or self.has_work:
-            if self.has_work:
+            if self.has_work and not self._paused:
                 try:
                     await self._round()
                 except Exception as error:
@@ -175,6 +184,7 @@ class Coordinator:
                 # Workers in this process may never yield; submit and cancel must get their turn.
                 await asyncio.sleep(0)
             else:
+                self._emit_outbox()  # of the round before a pause
                 self._wake.clear()
                 await self._wake.wait()
 

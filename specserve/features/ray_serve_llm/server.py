@@ -10,138 +10,40 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.util import get_current_placement_group
 
 from specserve.api.access import ClientAccess
 from specserve.api.app import CHAT_COMPLETIONS, COMPLETIONS, build
 from specserve.api.in_process import Answer, post
 from specserve.api.model_directory import ModelBackend, ModelDirectory
-from specserve.api.service import ServedModel, Status
+from specserve.api.service import ServedModel
 from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.app import engine_options
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.running_engine import RunningEngine
+from specserve.cluster.gateway.request_router import CACHED_TOKENS, RESTARTS
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import bundles, with_drafts_that_fit
-from specserve.config.checks import require_no_pool
-from specserve.config.tree import Config, config_from_keys
-from specserve.errors import ConfigError, SpecserveError, WorkerLost
-from specserve.metrics import Registry
+from specserve.errors import BadRequest, BadValue
+from specserve.features.ray_serve_llm.config import config_of
+from specserve.features.ray_serve_llm.metrics import RayMetrics
+from specserve.features.ray_serve_llm.service import LocalService
+from specserve.metrics import Registry, merge
 from specserve.tracing import tracer_from_environment
-from specserve.types import Chunk, FinishReason, Request
 
-DEMO = "demo"
-ACCELERATOR = "ray.io/accelerator-type"
-NOT_OURS = {
-    "placement_group_config": "target.* and draft.* in engine_kwargs say what a replica needs",
-    "lora_config": "name adapters in engine_kwargs, as adapters.paths",
-}
-"""Keys of an LLMConfig that would do nothing, and what takes their place."""
-ANY_HOST = "0.0.0.0"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-
-
-def config_of(llm_config: Any) -> Config:
-    """Return our config: `engine_kwargs` has our keys, and the model is Ray Serve LLM's.
-
-    Raises ConfigError for keys that are not ours, and for parts of an LLMConfig that would do
-    nothing.
-    """
-    for key, instead in NOT_OURS.items():
-        if getattr(llm_config, key, None):
-            raise ConfigError(f"{key} does nothing here: {instead}")
-    kwargs = llm_config.engine_kwargs
-    if any(key.partition(".")[0] == "replicas" for key in kwargs):
-        raise ConfigError("replicas does nothing here: deployment_config says how many there are")
-    loading = llm_config.model_loading_config
-    source = loading.model_source or loading.model_id
-    if not isinstance(source, str):
-        raise ConfigError("model_source is a folder or a model of the hub here, not a mirror")
-    # Ray listens, and knows under which names.
-    defaults: dict[str, object] = {"http.host": ANY_HOST}
-    if source != DEMO:
-        defaults["target.path"] = source
-    if llm_config.accelerator_type is not None:
-        defaults["target.label_selector"] = {ACCELERATOR: str(llm_config.accelerator_type)}
-    config = config_from_keys(defaults, {**kwargs, "model": loading.model_id})
-    require_no_pool(config, "Ray Serve LLM runs this one")
-    return config
-
-
-class LocalService:
-    """The engine of this process as the HTTP server sees it."""
-
-    def __init__(self) -> None:
-        self._running: RunningEngine
-        self._readers: dict[int, asyncio.Queue[Chunk | SpecserveError]] = {}
-
-    def attach(self, running: RunningEngine) -> None:
-        self._running = running
-
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        seq_id = self._running.submit(request)
-        reader = self._readers[seq_id] = asyncio.Queue()
-        try:
-            while True:
-                chunk = await reader.get()
-                if isinstance(chunk, SpecserveError):
-                    raise chunk
-                yield chunk
-                if chunk.finish is not None:
-                    return
-        finally:
-            if self._readers.pop(seq_id, None) is not None:  # its last chunk has not come
-                self._running.coordinator.cancel(seq_id)
-
-    def require_room(self) -> None:
-        """Refuse nothing: the coordinator itself refuses what it cannot take."""
-
-    async def status(self) -> Status:
-        health, group = self._running.health, self._running.group
-        trouble = health.trouble
-        return Status(
-            ready=trouble is None,
-            healthy=trouble is None,
-            why=trouble or "",
-            replicas=1,
-            troubles=() if trouble is None else (trouble,),
-            device_troubles=health.device_troubles,
-            losses=group.losses,
-            draft_placements=() if group.draft_placement is None else (group.draft_placement,),
-            irreproducible=() if (reason := group.info.irreproducible) is None else (reason,),
-            metrics=(self._running.snapshot(),),
-        )
-
-    async def trace(self, last: int | None = None) -> Mapping[str, object]:
-        return self._running.records.journal.trace(last)
-
-    def emit(self, chunks: Sequence[Chunk]) -> None:
-        """Hand the chunks of a round to their readers."""
-        for chunk in chunks:
-            reader = self._readers.get(chunk.seq_id)
-            if reader is None:
-                continue
-            if chunk.finish is not None:
-                del self._readers[chunk.seq_id]
-            if (
-                chunk.finish is FinishReason.ERROR
-                and self._running.coordinator.can_resume_elsewhere
-            ):
-                reader.put_nowait(WorkerLost(chunk.error or "the engine ends; send it again"))
-            else:
-                reader.put_nowait(chunk)
-
-    def end(self, seq_id: int, error: SpecserveError) -> None:
-        """End the text of a sequence that gets no chunk any more."""
-        reader = self._readers.pop(seq_id, None)
-        if reader is not None:
-            reader.put_nowait(error)
+TOKENIZE, DETOKENIZE, EMBEDDINGS = "/tokenize", "/detokenize", "/v1/embeddings"
+SLEEP_LEVELS = (1, 2)
+EXPORT_EVERY_S = 2.0
+log = logging.getLogger(__name__)
 
 
 class SpecserveServer:
@@ -150,29 +52,39 @@ class SpecserveServer:
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
         self._llm_config, self._config = llm_config, config_of(llm_config)
         join_serve(self._config)
-        config, service = self._config, LocalService()
+        config, self._service = self._config, LocalService()
         group = get_current_placement_group()
         assert group is not None, "get_deployment_options asks for one"
         num_gpus = sum(bundle.get("GPU", 0.0) for bundle in group.bundle_specs)
         fitted = with_drafts_that_fit(config, num_gpus=num_gpus)
-        wanted = bundles(fitted, has_gpus=num_gpus > 0)
+        self._bundles = bundles(fitted, has_gpus=num_gpus > 0)
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._changing = asyncio.Lock()  # held while the engine falls asleep or wakes up
+        self._profiled_from: int | None = None  # rounds before start_profile
         tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
-        self._running = await RunningEngine.start(
-            config,
-            wanted,
-            replica=serve.get_replica_context().replica_id.unique_id,
-            emit=service.emit,
-            on_displaced=service.end,
-        )
-        service.attach(self._running)
-        info = self._running.group.info
+        await self._start()
+        info = self._service.running.group.info
         served = ServedModel.of(config, info, created=int(time.time()))
-        registry = Registry()
-        access = ClientAccess.from_config(config.http, registry)
-        model = ModelBackend.from_config(config, service, tokenizer, served, registry)
+        self._registry = Registry()
+        access = ClientAccess.from_config(config.http, self._registry)
+        model = ModelBackend.from_config(config, self._service, tokenizer, served, self._registry)
         models = ModelDirectory([served.name], [model])
-        self._app = build(models, config, registry, access, tracer_from_environment())
+        self._app = build(models, config, self._registry, access, tracer_from_environment())
+        if llm_config.log_engine_metrics:
+            self._exports = asyncio.create_task(self._export_metrics())
         freeze_objects()
+
+    async def _start(self) -> None:
+        """Start the workers and serve by them."""
+        self._service.attach(
+            await RunningEngine.start(
+                self._config,
+                self._bundles,
+                replica=self._replica,
+                emit=self._service.emit,
+                on_displaced=self._service.end,
+            )
+        )
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Yield the answer of a chat, or its events as text, or one error."""
@@ -208,9 +120,86 @@ class SpecserveServer:
         async for part in self._answer(DETOKENIZE, request, raw_request_info, DetokenizeResponse):
             yield part
 
+    async def embeddings(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Yield our HTTP server's refusal: this engine writes text only."""
+        async for part in self._answer(EMBEDDINGS, request, raw_request_info, None):
+            yield part
+
     async def check_health(self) -> None:
         """Raise WorkerLost when this replica can serve no more; Serve then replaces all of it."""
-        self._running.health.check()
+        if not self._service.is_sleeping:
+            self._service.running.health.check()
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """Return what Serve passes to request routers, which may know our names."""
+        group = self._service.running.group
+        return {
+            CACHED_TOKENS: group.info.num_pages * group.info.page_size,
+            RESTARTS: group.restarts["target"],
+        }
+
+    async def reset_prefix_cache(self) -> None:
+        """Let later requests find no page of earlier ones."""
+        self._service.reset_prefix_cache()
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Let new requests wait until `resume`; `mode` says what becomes of those under way."""
+        await self._service.pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        self._service.resume()
+
+    async def is_paused(self) -> bool:
+        return self._service.is_paused
+
+    async def sleep(self, level: int = 1) -> None:
+        """End the workers at either of vLLM's levels, which frees their devices and caches.
+
+        New requests wait until `wakeup`, which loads the weights again.
+        """
+        if level not in SLEEP_LEVELS:
+            raise BadValue(f"level must be 1 or 2, not {level}", param="level")
+        async with self._changing:
+            if not self._service.is_sleeping:
+                self._profiled_from = None
+                await self._service.sleep()
+
+    async def wakeup(self, tags: Sequence[str] | None = None) -> None:
+        """Start the workers again; raises what kept them from starting, and stays asleep."""
+        if tags:
+            raise BadValue(
+                "tags must be left out: weights and cache wake up together", param="tags"
+            )
+        async with self._changing:
+            if self._service.is_sleeping:
+                await self._start()
+
+    async def is_sleeping(self) -> bool:
+        return self._service.is_sleeping
+
+    async def start_profile(self) -> None:
+        self._profiled_from = self._service.running.coordinator.num_rounds
+
+    async def stop_profile(self) -> str:
+        """Write the rounds since `start_profile` for Perfetto; return the path in Serve's logs."""
+        if self._profiled_from is None:
+            raise BadRequest("stop_profile needs start_profile before it")
+        num_rounds = self._service.running.coordinator.num_rounds
+        first, self._profiled_from = self._profiled_from, None
+        if num_rounds == first:
+            raise BadRequest("no round has run since start_profile")
+        trace = await self._service.trace(num_rounds - first)
+        name = f"specserve-profile-{self._replica}-{first}-{num_rounds}.json"
+        path = Path(get_serve_logs_dir()) / name
+        path.write_text(json.dumps(trace))
+        log.info("the profile of %d rounds is in %s", num_rounds - first, path)
+        return str(path)
+
+    async def collective_rpc(self, method: str, *_: Any, **__: Any) -> None:
+        """Refuse: our workers have none of vLLM's methods."""
+        raise BadRequest(f"collective_rpc is not supported: no worker has a method {method}")
 
     async def llm_config(self) -> Any:
         return self._llm_config
@@ -220,8 +209,23 @@ class SpecserveServer:
         return self._app
 
     async def __del__(self) -> None:
-        if hasattr(self, "_running"):
-            await self._running.close()
+        if hasattr(self, "_exports"):
+            self._exports.cancel()
+        if hasattr(self, "_service"):
+            await self._service.close()
+
+    async def _export_metrics(self) -> None:
+        """Follow the engine's and our HTTP server's metrics in Ray's backend."""
+        metrics = RayMetrics()
+        while True:
+            try:
+                snapshots = [self._registry.snapshot()]
+                if not self._service.is_sleeping:
+                    snapshots.append(self._service.running.snapshot())
+                metrics.export(merge(snapshots))
+            except Exception:  # the next export catches up
+                log.warning("metrics were not exported", exc_info=True)
+            await asyncio.sleep(EXPORT_EVERY_S)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:

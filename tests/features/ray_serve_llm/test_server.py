@@ -1,23 +1,19 @@
-"""The server class of Ray Serve LLM without that package: its config, placement and local service.
+"""The server class of Ray Serve LLM without that package: its config and placement.
 
 tests/ray_llm has it behind Ray's own router.
 """
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from specserve.errors import ConfigError, Overloaded, WorkerLost
-from specserve.features.ray_serve_llm.server import LocalService, SpecserveServer, config_of
-from specserve.types import Chunk, FinishReason, Request
-from tests.cluster.gateway.test_replicas import REQUEST, chunk
-from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
+from specserve.errors import ConfigError
+from specserve.features.ray_serve_llm.config import config_of
+from specserve.features.ray_serve_llm.server import SpecserveServer
 from tests.support.llm_configs import llm_config
 
 ROOT = Path(__file__).parents[3]
@@ -74,74 +70,3 @@ def test_the_example_names_the_class_and_only_keys_that_exist() -> None:
     loading = entry.pop("model_loading_config")
     config = config_of(llm_config(**entry, loading=loading))
     assert config.target.threads == 1
-
-
-class FakeEngine:
-    """A local service over a coordinator with a fake target."""
-
-    def __init__(self) -> None:
-        self.service = LocalService()
-        info = model_info()
-        self.coordinator = open_coordinator(
-            FakeTarget(info), None, info=info, emit=self.service.emit
-        )
-        running: Any = SimpleNamespace(coordinator=self.coordinator, submit=self.coordinator.submit)
-        self.service.attach(running)
-
-    async def tokens(self, request: Request = REQUEST) -> tuple[int, ...]:
-        return tuple([t async for chunk in self.service.generate(request) for t in chunk.tokens])
-
-
-def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20))
-
-
-def test_requests_of_one_process_get_the_text_of_the_target() -> None:
-    async def scenario() -> None:
-        served = FakeEngine()
-        asked = [asyncio.create_task(served.tokens()) for _ in range(3)]
-        rounds = asyncio.create_task(served.coordinator.run())
-        for tokens in await asyncio.gather(*asked):
-            assert tokens == text(REQUEST.prompt, len(tokens))
-            assert tokens
-        assert not served.service._readers
-        served.coordinator.close()
-        await rounds
-
-    run(scenario())
-
-
-def test_a_request_whose_reader_leaves_is_cancelled() -> None:
-    async def scenario() -> None:
-        served = FakeEngine()
-        task = asyncio.create_task(served.tokens())
-        await asyncio.sleep(0)
-        assert served.coordinator.has_work
-        task.cancel()
-        await asyncio.wait([task])
-        await served.coordinator.round()
-        assert not served.coordinator.has_work
-
-    run(scenario())
-
-
-def test_a_request_that_gives_its_place_or_loses_its_engine_gets_its_error() -> None:
-    async def scenario() -> None:
-        service, submitted = LocalService(), iter(range(10))
-        coordinator = SimpleNamespace(
-            submit=lambda request: next(submitted),
-            cancel=lambda seq_id: pytest.fail("it has ended"),
-            can_resume_elsewhere=True,
-        )
-        running: Any = SimpleNamespace(coordinator=coordinator, submit=coordinator.submit)
-        service.attach(running)
-        tasks = [asyncio.ensure_future(anext(service.generate(REQUEST))) for _ in range(2)]
-        await asyncio.sleep(0)
-        service.end(0, Overloaded("the queue is full"))
-        failed: Chunk = chunk(1, 0, 4, FinishReason.ERROR)
-        service.emit([failed])
-        for task, kind in zip(tasks, (Overloaded, WorkerLost), strict=True):
-            with pytest.raises(kind):
-                await task
-
-    run(scenario())
