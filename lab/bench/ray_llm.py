@@ -31,7 +31,7 @@ from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
-from specserve.tools.bench.streams import stream
+from specserve.tools.bench.streams import Stream, stream
 
 PARAMETERS = 200_000_000
 PORT = 8126
@@ -44,9 +44,10 @@ GAMMA = 5
 
 @dataclass(slots=True)
 class RatesBehindRay:
-    """Tokens a second, turn by turn, and the greedy texts."""
+    """Tokens a second and times to the first token, turn by turn, and the greedy texts."""
 
     rates: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)  # the median over the streams
     texts: list[tuple[str, ...]] = field(default_factory=list)
 
 
@@ -124,14 +125,14 @@ def applications(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[s
         ray.shutdown()
 
 
-async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[str, ...]:
-    """Return the texts of all prompts, which are requested at once."""
+async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Stream]:
+    """Return the answers to all prompts, which are requested at once."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
     host, port, path = address.hostname, address.port, address.path
 
-    async def ask(prompt: tuple[int, ...]) -> str:
+    async def ask(prompt: tuple[int, ...]) -> Stream:
         body = {
             "model": path.strip("/"),
             "prompt": list(prompt),
@@ -141,9 +142,9 @@ async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> 
         }
         answer = await stream(host, port, f"{path}/v1/completions", body)
         assert answer.answer, answer.body or answer.error
-        return answer.answer
+        return answer
 
-    return tuple(await asyncio.gather(*map(ask, prompts)))
+    return await asyncio.gather(*map(ask, prompts))
 
 
 def measure(
@@ -155,11 +156,13 @@ def measure(
     for turn in range(turns + 1):
         for name, url in urls.items():
             start = time.perf_counter()
-            texts = asyncio.run(ask_all(url, prompts, tokens))
+            answers = asyncio.run(ask_all(url, prompts, tokens))
             seconds = time.perf_counter() - start
             if turn:
                 found[name].rates.append(streams * tokens / seconds)
-                found[name].texts.append(texts)
+                found[name].texts.append(tuple(answer.answer for answer in answers))
+                firsts = (answer.times[0] - answer.sent for answer in answers)
+                found[name].first_token_s.append(median(firsts))
     return found
 
 
@@ -167,16 +170,18 @@ def table(streams: int, found: Mapping[str, RatesBehindRay]) -> str:
     lines = [
         f"## {streams} stream{'s' * (streams > 1)}",
         "",
-        "| engine | tokens/s | specserve over it | same text as specserve |",
-        "|---|---|---|---|",
+        "| engine | tokens/s | specserve over it | first token, ms | same text as specserve |",
+        "|---|---|---|---|---|",
     ]
     ours = found[OURS]
     for name, its in found.items():
         ratios = [mine / other for mine, other in zip(ours.rates, its.rates, strict=True)]
+        firsts = [seconds * 1e3 for seconds in its.first_token_s]
         same = sum(a == b for a, b in zip(ours.texts[0], its.texts[0], strict=True))
         lines.append(
             f"| {name} | {median(its.rates):.0f} ({min(its.rates):.0f} to {max(its.rates):.0f}) | "
             f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
+            f"{median(firsts):.0f} ({min(firsts):.0f} to {max(firsts):.0f}) | "
             f"{same} of {streams} |"
         )
     return "\n".join(lines)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -17,10 +22,11 @@ import pytest
 pytest.importorskip("vllm", reason="Ray Serve LLM takes requests in vLLM's classes")
 
 import ray
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from ray import serve
 
 from specserve import LLM, Sampling
+from specserve.errors import BadRequest
 from tests.support.processes import own_processes_named
 
 pytestmark = pytest.mark.long
@@ -48,12 +54,21 @@ def free_port() -> int:
         return port
 
 
+METRICS_PORT = free_port()
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[OpenAI]:
     from ray.serve.llm import LLMConfig, build_openai_app
 
     port = free_port()
-    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        _metrics_export_port=METRICS_PORT,
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = LLMConfig(
@@ -166,9 +181,112 @@ def test_direct_streaming_is_what_this_run_was_asked_for() -> None:
     assert direct == (os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") == "1")
 
 
-def test_the_comparison_with_vllm_runs_in_its_tiny_form() -> None:
-    command = [sys.executable, "-m", "lab.bench.ray_llm", "--quick"]
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("ray_llm", ("| specserve | ", "| vLLM, draft | ")),
+        ("ray_llm_scaling", ("| 4 | ", "| four over one ")),
+    ],
+)
+def test_the_comparisons_run_in_their_tiny_forms(name: str, rows: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", f"lab.bench.{name}", "--quick"]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE")}
     done = subprocess.run(command, env=plain, capture_output=True, text=True, check=True)
-    assert "| specserve | " in done.stdout
-    assert "| vLLM, draft | " in done.stdout
+    assert all(row in done.stdout for row in rows)
+
+
+def engine() -> Any:
+    """Return the handle of the engine, whose deployment has another name with direct streaming."""
+    (name,) = (
+        name
+        for name in serve.status().applications["llm"].deployments
+        if "LLMServer" in name or "SpecserveServer" in name
+    )
+    return serve.get_deployment_handle(name, "llm")
+
+
+def num_cached(client: OpenAI, prompt: str) -> int:
+    answer = client.completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0)
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def test_a_reset_of_the_prefix_cache_lets_no_earlier_page_be_found(client: OpenAI) -> None:
+    prompt = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(20))
+    assert num_cached(client, prompt) == 0
+    assert num_cached(client, prompt) > 0
+    engine().reset_prefix_cache.remote().result()
+    assert num_cached(client, prompt) == 0
+    assert num_cached(client, prompt) > 0
+
+
+def test_requests_wait_while_the_engine_is_paused_or_sleeps(
+    client: OpenAI, expected: list[str]
+) -> None:
+    handle = engine()
+
+    def complete() -> str:
+        answer = client.completions.create(
+            model="demo", prompt=PROMPTS[0], max_tokens=24, temperature=0
+        )
+        return answer.choices[0].text
+
+    pairs = (("pause", "resume", "is_paused"), ("sleep", "wakeup", "is_sleeping"))
+    with ThreadPoolExecutor(1) as threads:
+        for stop, go_on, is_stopped in pairs:
+            getattr(handle, stop).remote().result()
+            assert getattr(handle, is_stopped).remote().result()
+            handle.check_health.remote().result()
+            waiting = threads.submit(complete)
+            with pytest.raises(TimeoutError):
+                waiting.result(1)
+            assert bool(own_processes_named("ray::TargetWorker")) == (stop == "pause")
+            getattr(handle, go_on).remote().result()
+            assert waiting.result(60) == expected[0]
+            assert not getattr(handle, is_stopped).remote().result()
+
+
+def test_a_profile_has_the_rounds_between_its_start_and_its_end(client: OpenAI) -> None:
+    handle = engine()
+    with pytest.raises(BadRequest, match="needs start_profile"):
+        handle.stop_profile.remote().result()
+    handle.start_profile.remote().result()
+    with pytest.raises(BadRequest, match="no round has run"):
+        handle.stop_profile.remote().result()
+    handle.start_profile.remote().result()
+    client.completions.create(model="demo", prompt="x = 1", max_tokens=8, temperature=0)
+    events = json.loads(Path(handle.stop_profile.remote().result()).read_text())["traceEvents"]
+    rounds = [event["args"] for event in events if event["name"] == "round"]
+    assert sum(each["committed"] for each in rounds) == 8
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(client: OpenAI) -> None:
+    handle = engine()
+    for call, words in (
+        (handle.pause.remote(mode="now"), "mode must be one of"),
+        (handle.sleep.remote(level=3), "level must be 1 or 2, not 3"),
+        (handle.wakeup.remote(tags=["weights"]), "tags must be left out"),
+        (handle.collective_rpc.remote("load_weights"), "no worker has a method load_weights"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            call.result()
+    with pytest.raises(APIStatusError, match="writes text only"):
+        client.embeddings.create(model="demo", input="x")
+
+
+def test_routers_and_ray_get_the_figures_of_the_engine(client: OpenAI) -> None:
+    stats = engine().record_routing_stats.remote().result()
+    assert stats["cached_tokens"] > 0
+    assert stats["restarts"] == 0
+    url = f"http://127.0.0.1:{METRICS_PORT}/metrics"
+    wanted = re.compile(r"ray_specserve_generation_tokens_total\{.*\} [1-9]")
+    while True:  # Ray's agent collects them in its own time; the test's limit ends it
+        with urlopen(url) as answer:
+            lines = answer.read().decode().splitlines()
+        found = next((line for line in lines if wanted.match(line)), None)
+        if found is not None:
+            break
+        time.sleep(0.2)
+    for label in ('application="llm"', 'deployment="', 'replica="'):
+        assert label in found, found
