@@ -18,13 +18,15 @@ from pathlib import Path
 
 import psutil
 
-from lab.bench.peers.comparison import OURS, ComparisonPlan, PeerComparison
+from lab.bench.peers.comparison import OURS, ComparisonPlan, Load, PeerComparison
 from lab.bench.peers.entries import (
     ENVIRONMENTS,
     FORCED_ALPHA,
     HTTP,
     IN_PROCESS,
     ComparedPair,
+    chat_texts,
+    code_texts,
     full_loads,
     python_of,
     quick_loads,
@@ -42,6 +44,7 @@ _log = logging.getLogger(__name__)
 IDLE_S = 5.0
 INTERFACES = {"process": IN_PROCESS, "http": HTTP}
 WIDENED, RANDOM = "widened", "proportional"
+SMOLLM2_HEAD = DEMO / "smollm2"
 TINY = LlamaShape(2, 64, 192, 4, 2, vocab_size=5000)
 
 
@@ -168,14 +171,18 @@ def _is_chosen(name: str, args: argparse.Namespace) -> bool:
 
 
 def _weights(pair: ComparedPair) -> int:
-    return sum(file.stat().st_size for file in pair.target.glob("*.safetensors"))
+    files = [pair.target] if pair.is_gguf else pair.target.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def sections(plan: ComparisonPlan, args: argparse.Namespace) -> Iterator[ComparisonSection]:
     """Yield the results of each shape and interface; only one interface is started at a time."""
     for kind in args.shapes:
         with tempfile.TemporaryDirectory() as directory:
-            pair = make_pair(kind, args.params, Path(directory), quick=args.quick)
+            if args.gguf is None:
+                pair = make_pair(kind, args.params, Path(directory), quick=args.quick)
+            else:
+                pair = ComparedPair(args.gguf.name, args.gguf, args.eagle, is_trained=True)
             for interface in args.interfaces:
                 work = Path(directory) / interface
                 yield compare(pair, INTERFACES[interface], plan, args, work)
@@ -184,19 +191,25 @@ def sections(plan: ComparisonPlan, args: argparse.Namespace) -> Iterator[Compari
 def describe(plan: ComparisonPlan, args: argparse.Namespace) -> RunDescription:
     machine = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"
     loads = "; ".join(
-        f"{load.name}: {len(load.prompts)} prompts of {len(load.prompts[0]):,} tokens "
+        f"{load.name}: {len(load.prompts)} prompts of {_lengths(load)} tokens "
         f"{'at once' if load.together else 'one after the other'}, {load.max_tokens} new each"
         for load in plan.loads
     )
     overrides = f" specserve runs with {', '.join(args.set)}." if args.set else ""
+    numbers = "bfloat16" if args.gguf is None else "weights as in the file"
     work = (
-        f"Greedy, bfloat16. {loads}. Turns: {plan.turns}, all systems once in each. In its turn a "
+        f"Greedy, {numbers}. {loads}. Turns: {plan.turns}, all systems once in each. In its turn a "
         "system runs alone: the others are stopped by a signal, and specserve's servers, whose Ray "
         "does not survive that, are restarted and warmed up. No prefix is cached. Each takes "
         "the best of its gammas in a short sweep before. *Accepted* means that our draft is right "
         f"in {FORCED_ALPHA:.0%} of its tokens, whatever the weights.{overrides}"
     )
     return RunDescription(machine, work)
+
+
+def _lengths(load: Load) -> str:
+    lengths = sorted({len(prompt) for prompt in load.prompts})
+    return " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -230,7 +243,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="write the report here, its figures and plots beside it"
     )
+    parser.add_argument("--gguf", type=Path, help="compare on this file instead, over HTTP")
+    parser.add_argument(
+        "--eagle", type=Path, default=SMOLLM2_HEAD, help="the EAGLE head of the GGUF file's model"
+    )
     args = parser.parse_args(arguments)
+    if args.gguf is not None:
+        args.shapes, args.interfaces = [WIDENED], ["http"]
     args.environments = args.environments.absolute()  # systems start elsewhere
     return args
 
@@ -238,10 +257,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    prompts, files = code_texts() if args.gguf is None else chat_texts(args.gguf)
     plan = (
-        ComparisonPlan(quick_loads(), turns=1, sweeps=1)
+        ComparisonPlan(quick_loads(prompts), turns=1, sweeps=1)
         if args.quick
-        else ComparisonPlan(full_loads(serial=args.alone), turns=args.turns, sweeps=1)
+        else ComparisonPlan(full_loads(prompts, files, serial=args.alone), args.turns, sweeps=1)
     )
     description = describe(plan, args)
     done: list[ComparisonSection] = []

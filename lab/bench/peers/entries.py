@@ -6,9 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from lab.bench.peers.comparison import GAMMAS, OURS, Entry, Load, Prompts
+from lab.bench.tasks import read_tasks
+from specserve.api.tokenizer import Tokenizer
 from specserve.demo.corpus import held_out_files
 
 ONE, EIGHT, WIDE, PREFILL = "1 stream", "8 streams", "32 streams", "prefill"
@@ -53,6 +56,14 @@ SPECULATING_ENTRIES = {
         Entry("llama.cpp", "n-grams", "lookup", GAMMAS, (ONE,)),
     ),
 }
+GGUF_ENTRIES = (
+    Entry(OURS, "plain", "plain", loads=ALL),
+    Entry(OURS, "gamma auto", "auto", loads=DECODING),
+    Entry(OURS, "fixed gamma", "draft", GAMMAS, DECODING),
+    Entry("llama.cpp", "plain", "plain", loads=ALL),
+    Entry("llama.cpp", "n-grams", "lookup", GAMMAS, (ONE,)),
+)
+"""Over HTTP, of a GGUF file, which both read as it is, with an EAGLE head of ours."""
 FORCED_ENTRIES = (
     Entry(OURS, f"gamma auto, {FORCED_ALPHA:.0%} accepted", "forced", loads=DECODING),
     Entry(OURS, f"fixed gamma, {FORCED_ALPHA:.0%} accepted", "forced", GAMMAS, DECODING),
@@ -69,7 +80,13 @@ class ComparedPair:
     is_trained: bool
     """False: random weights. Peers decode plainly, and our acceptance is forced."""
 
+    @property
+    def is_gguf(self) -> bool:
+        return self.target.suffix == ".gguf"
+
     def entries(self, interface: str) -> Sequence[Entry]:
+        if self.is_gguf:
+            return GGUF_ENTRIES
         plain = PLAIN_ENTRIES[interface]
         if self.is_trained:
             return _grouped((*plain, *SPECULATING_ENTRIES[interface]))
@@ -97,6 +114,11 @@ class ComparedPair:
                 ],
             }
         pair = [*models, *draft] if self.is_trained else models
+        llama = [*_module("llama"), *(models if self.is_gguf else pair)]
+        llama += ["--python", str(pythons["llama.cpp"]), "--work", str(work / "llama")]
+        if self.is_gguf:
+            kind = ["--set", "draft.kind=eagle"]
+            return {OURS: [*_module("specserve"), *pair, *kind, *settings], "llama.cpp": llama}
         ours = [*_module("specserve"), *pair, *settings]
         placed = {
             TOGETHER: [*ours, "--placement", "together"],
@@ -106,12 +128,7 @@ class ComparedPair:
             OURS: ours,
             **(placed if self.is_trained else {}),
             "vllm": [*_module("vllm"), *pair, "--python", str(pythons["vllm"])],
-            "llama.cpp": [
-                *_module("llama"),
-                *pair,
-                *("--python", str(pythons["llama.cpp"])),
-                *("--work", str(work / "llama")),
-            ],
+            "llama.cpp": llama,
         }
 
 
@@ -120,26 +137,43 @@ def python_of(system: str, environments: Path) -> Path:
     return environments / ENVIRONMENTS[system] / "bin" / "python"
 
 
-def full_loads(*, serial: int) -> tuple[Load, ...]:
+def full_loads(prompts: Prompts, files: Prompts, *, serial: int) -> tuple[Load, ...]:
     """Return the loads of a measurement; one stream runs `serial` prompts in each turn."""
-    prompts = text_windows(count=32, length=128)
     return (
         Load(ONE, prompts[:serial], 128, together=False),
         Load(EIGHT, prompts[:8], 128, together=True),
         Load(WIDE, prompts, 64, together=True),
-        Load(PREFILL, text_windows(count=4, length=FILE_TOKENS), 1, together=False),
+        Load(PREFILL, files, 1, together=False),
     )
 
 
-def quick_loads() -> tuple[Load, ...]:
+def quick_loads(prompts: Prompts) -> tuple[Load, ...]:
     """Return loads of the same names that take a moment."""
-    prompts = text_windows(count=3, length=16)
     return (
         Load(ONE, prompts[:1], 8, together=False),
         Load(EIGHT, prompts[:2], 8, together=True),
-        Load(WIDE, prompts, 4, together=True),
+        Load(WIDE, prompts[:3], 4, together=True),
         Load(PREFILL, prompts[:1], 1, together=False),
     )
+
+
+def code_texts() -> tuple[Prompts, Prompts]:
+    """Return prompts of the demo pair's vocabulary, and long ones."""
+    return text_windows(count=32, length=128), text_windows(count=4, length=FILE_TOKENS)
+
+
+def chat_texts(model: Path) -> tuple[Prompts, Prompts]:
+    """Return prompts of all kinds of tasks in the model's chat template, and long ones of them."""
+    tokenizer = Tokenizer.load(model)
+    kinds = read_tasks(per_kind=20).values()
+    chats = [
+        tokenizer.apply_chat_template(task.chat)
+        for tasks in zip(*kinds, strict=True)
+        for task in tasks
+    ]
+    joined = tuple(chain.from_iterable(chats))
+    starts = range(0, len(joined) + 1 - FILE_TOKENS, FILE_TOKENS)
+    return tuple(chats[:32]), tuple(joined[start : start + FILE_TOKENS] for start in starts)[:4]
 
 
 def text_windows(*, count: int, length: int) -> Prompts:

