@@ -1,4 +1,4 @@
-"""Once it is imported, passes of the targets in this process take PASS_S, most of it slept."""
+"""Make passes of targets take PASS_S, most of it slept, in the processes that import this."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A chat model answers the prompts of tasks.jsonl one after the other, one of each kind in turn, in a
 single dialogue that holds all former answers, until its context is full: without draft tokens, and
-with each drafter, at temperatures 0 and 1.
+with a drafter, at temperatures 0 and 1.
 """
 
 from __future__ import annotations
@@ -70,16 +70,14 @@ def acceptance_rate(turns: Sequence[DialogueTurn]) -> str:
 
 def hold_all(options: argparse.Namespace) -> Talks:
     own: dict[str, Any] = {} if options.target is None else {"target": options.target}
-    drafters: dict[str, dict[str, Any]] = {"prompt_copy": {"draft.kind": "prompt_copy"}}
+    keys: dict[str, Any] = {"draft.kind": "prompt_copy"}
     if options.eagle:
-        drafters["eagle"] = {"draft.kind": "eagle", "draft.path": options.eagle}
+        keys = {"draft.kind": "eagle", "draft.path": options.eagle}
     found: dict[tuple[str, float], Sequence[DialogueTurn]] = {}
-    for kind, keys in drafters.items():
-        with LLM(**own, **keys) as llm:
-            for temperature in TEMPERATURES:
-                if ("none", temperature) not in found:
-                    found["none", temperature] = talk(llm, temperature, 0, options)
-                found[kind, temperature] = talk(llm, temperature, GAMMA, options)
+    with LLM(**own, **keys) as llm:
+        for temperature in TEMPERATURES:
+            for kind, gamma in (("none", 0), (keys["draft.kind"], GAMMA)):
+                found[kind, temperature] = talk(llm, temperature, gamma, options)
                 print(f"{kind}, T = {temperature:g}", file=sys.stderr, flush=True)
     return found
 
@@ -115,7 +113,7 @@ def main() -> None:
     )
     parser.add_argument("--target", help="a chat model; the demo's target by default")
     parser.add_argument("--name", default="the demo's", help="how the page calls the target")
-    parser.add_argument("--eagle", help="an EAGLE-3 head for it")
+    parser.add_argument("--eagle", help="an EAGLE-3 head that drafts; else the prompt is copied")
     parser.add_argument("--context", type=int, default=7680, help="tokens of the dialogue")
     parser.add_argument("--step", type=int, default=1024, help="tokens of a column of the table")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")

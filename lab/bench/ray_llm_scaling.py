@@ -83,7 +83,7 @@ def application(replicas: int) -> Iterator[str]:
 
 
 async def tokens_per_s(url: str, *, streams: int, warmup_s: float, window_s: float) -> float:
-    """Keep so many clients busy; count the tokens of requests that end within the window."""
+    """Keep that many clients busy; count the tokens of requests that end within the window."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
