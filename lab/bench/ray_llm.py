@@ -38,6 +38,7 @@ PORT = 8126
 PROMPT_LENGTH, CONTEXT = 128, 1024
 STREAMS = (1, 8)
 OURS, VLLM, VLLM_DRAFT = "specserve", "vLLM, plain", "vLLM, draft"
+REST_S, MAX_RESTS, IDLE_PERCENT = 0.5, 20, 15.0
 GAMMA = 5
 """Draft tokens of vLLM, which gave it most at one stream over HTTP."""
 
@@ -147,6 +148,13 @@ async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> 
     return await asyncio.gather(*map(ask, prompts))
 
 
+def rest() -> None:
+    """Wait until the engine of the last turn is idle: vLLM's workers poll for some seconds."""
+    for _ in range(MAX_RESTS):
+        if psutil.cpu_percent(REST_S) < IDLE_PERCENT:
+            return
+
+
 def measure(
     urls: Mapping[str, str], *, streams: int, tokens: int, turns: int
 ) -> dict[str, RatesBehindRay]:
@@ -155,6 +163,7 @@ def measure(
     found = {name: RatesBehindRay() for name in urls}
     for turn in range(turns + 1):
         for name, url in urls.items():
+            rest()
             start = time.perf_counter()
             answers = asyncio.run(ask_all(url, prompts, tokens))
             seconds = time.perf_counter() - start
@@ -215,7 +224,8 @@ def main() -> None:
             f"{date.today()}, {machine()}; {versions}. Each engine is an application of "
             "`build_openai_app` with one replica and both cores, all on one Ray; the demo target "
             f"{size} with its draft, greedy, {tokens} new tokens after {PROMPT_LENGTH}; {turns} "
-            "turns in which the engines alternate, medians with the least and the most. The "
+            "turns in which the engines alternate, each once the one before is idle, medians with "
+            "the least and the most. The "
             f"machine was busy for {busy:.0%} before.",
             *tables,
         )
