@@ -101,13 +101,20 @@ def llm_configs(target: Path, draft: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 @contextmanager
-def applications(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[str, str]]:
-    """Serve each engine as an application of Ray Serve LLM, and yield their URLs."""
+def applications(
+    configs: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any] | None = None
+) -> Iterator[Mapping[str, str]]:
+    """Serve each engine as an application of Ray Serve LLM, and yield their URLs.
+
+    `environment` is Ray's runtime_env.
+    """
     import ray
     from ray import serve
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    ray.init(num_cpus=32, include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=32, include_dashboard=False, logging_level=logging.ERROR, runtime_env=environment
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         for given in configs.values():
@@ -126,26 +133,27 @@ def applications(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[s
         ray.shutdown()
 
 
-async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Stream]:
-    """Return the answers to all prompts, which are requested at once."""
+async def ask(url: str, prompt: Sequence[int], tokens: int) -> Stream:
+    """Return the answer to a prompt, a greedy text of that many tokens."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
-    host, port, path = address.hostname, address.port, address.path
+    body = {
+        "model": address.path.strip("/"),
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    path = f"{address.path}/v1/completions"
+    answer = await stream(address.hostname, address.port, path, body)
+    assert answer.answer, answer.body or answer.error
+    return answer
 
-    async def ask(prompt: tuple[int, ...]) -> Stream:
-        body = {
-            "model": path.strip("/"),
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        answer = await stream(host, port, f"{path}/v1/completions", body)
-        assert answer.answer, answer.body or answer.error
-        return answer
 
-    return await asyncio.gather(*map(ask, prompts))
+async def ask_all(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[Stream]:
+    """Return the answers to all prompts, which are requested at once."""
+    return await asyncio.gather(*(ask(url, prompt, tokens) for prompt in prompts))
 
 
 def rest() -> None:

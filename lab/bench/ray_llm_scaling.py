@@ -10,23 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from urllib.parse import urlsplit
+from typing import Any
 
 import psutil
 
 from lab.bench.declared_targets import PASS_S
-from lab.bench.peers.completions import free_port
+from lab.bench.ray_llm import OURS, applications, ask
 from specserve.demo.corpus import held_out_prompts
 from specserve.tools.bench.report import machine
-from specserve.tools.bench.streams import stream
 
 REPLICAS = (1, 4)
 MAX_RUNNING, STREAMS = 4, 6
@@ -34,6 +31,8 @@ MAX_RUNNING, STREAMS = 4, 6
 PROMPT_LENGTH, TOKENS = 64, 48
 WARMUP_S, WINDOW_S = 10.0, 30.0
 GOAL = 3.6
+HOOK = "worker_process_setup_hook"
+"""Ray calls the function of this name in each of its processes."""
 
 
 def declare_targets() -> None:
@@ -45,49 +44,24 @@ def declare_targets() -> None:
     worker_host.modelling_modules = lambda config: iter([*imported(config), declaring])
 
 
-@contextmanager
-def application(replicas: int) -> Iterator[str]:
-    """Serve the demo pair by this many replicas of Ray Serve LLM, and yield the URL."""
-    import ray
-    from ray import serve
-    from ray.serve.llm import LLMConfig, build_openai_app
-
-    port = free_port()
-    hook = f"{__package__}.ray_llm_scaling.declare_targets"
-    environment = {"worker_process_setup_hook": hook}
-    ray.init(
-        num_cpus=32,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        runtime_env=environment,
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = LLMConfig(
-            model_loading_config={"model_id": "demo"},
-            server_cls="specserve.features.ray_serve_llm.server:SpecserveServer",
-            deployment_config={"num_replicas": replicas},
-            engine_kwargs={
-                "target.threads": 1,
-                "draft.threads": 1,
-                "draft.placement": "together",
-                "limits.max_running": MAX_RUNNING,
-                "cache.pages": 500,
-            },
-        )
-        serve.run(build_openai_app({"llm_configs": [config]}), name="llm", route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def llm_config(replicas: int) -> Mapping[str, Any]:
+    """Return the LLMConfig of the demo pair with this many replicas."""
+    return {
+        "model_loading_config": {"model_id": "demo"},
+        "server_cls": "specserve.features.ray_serve_llm.server:SpecserveServer",
+        "deployment_config": {"num_replicas": replicas},
+        "engine_kwargs": {
+            "target.threads": 1,
+            "draft.threads": 1,
+            "draft.placement": "together",
+            "limits.max_running": MAX_RUNNING,
+            "cache.pages": 500,
+        },
+    }
 
 
 async def tokens_per_s(url: str, *, streams: int, warmup_s: float, window_s: float) -> float:
     """Keep that many clients busy; count the tokens of requests that end within the window."""
-    address = urlsplit(url)
-    assert address.hostname is not None
-    assert address.port is not None
-    host, port = address.hostname, address.port
     prompts = itertools.cycle(held_out_prompts(count=64, length=PROMPT_LENGTH))
     start = time.monotonic() + warmup_s
     counted = 0
@@ -95,18 +69,10 @@ async def tokens_per_s(url: str, *, streams: int, warmup_s: float, window_s: flo
     async def client() -> None:
         nonlocal counted
         while time.monotonic() < start + window_s:
-            body = {
-                "model": "demo",
-                "prompt": list(next(prompts)),
-                "max_tokens": TOKENS,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            answer = await stream(host, port, "/v1/completions", body)
-            assert answer.ended is not None, answer.body or answer.error
-            assert answer.usage is not None
+            answer = await ask(url, next(prompts), TOKENS)
+            assert answer.ended is not None, "its stream broke off"
             if start <= answer.ended < start + window_s:
-                counted += answer.usage["completion_tokens"]
+                counted += TOKENS
 
     await asyncio.gather(*(client() for _ in range(streams)))
     return counted / window_s
@@ -121,16 +87,18 @@ def main() -> None:
     turns = 1 if args.quick else args.turns
     warmup_s, window_s = (0.0, 4.0) if args.quick else (WARMUP_S, WINDOW_S)
     busy = psutil.cpu_percent(0.1 if args.quick else 5.0) / 100
+    declare = f"{__package__}.ray_llm_scaling.{declare_targets.__name__}"
     rates: dict[int, list[float]] = {replicas: [] for replicas in REPLICAS}
     for _ in range(turns):
         for replicas, found in rates.items():
-            with application(replicas) as url:
-                streams = STREAMS * replicas
-                found.append(
-                    asyncio.run(
-                        tokens_per_s(url, streams=streams, warmup_s=warmup_s, window_s=window_s)
-                    )
+            with applications({OURS: llm_config(replicas)}, {HOOK: declare}) as urls:
+                load = tokens_per_s(
+                    urls[OURS],
+                    streams=STREAMS * replicas,
+                    warmup_s=warmup_s,
+                    window_s=window_s,
                 )
+                found.append(asyncio.run(load))
     one, many = (rates[replicas] for replicas in REPLICAS)
     ratios = [more / less for less, more in zip(one, many, strict=True)]
     lines = [

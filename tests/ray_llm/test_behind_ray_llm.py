@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,13 +19,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="Ray Serve LLM takes requests in vLLM's classes")
 
-import ray
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from ray import serve
 
 from specserve import LLM, Sampling
 from specserve.errors import BadRequest
+from tests.ray_llm.served import served
 from tests.support.processes import own_processes_named
+from tests.support.ray_server import free_port
 
 pytestmark = pytest.mark.long
 
@@ -47,46 +46,22 @@ TOOL: Any = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 METRICS_PORT = free_port()
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[OpenAI]:
-    from ray.serve.llm import LLMConfig, build_openai_app
-
-    port = free_port()
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
+    with served(
+        deployment_config={"num_replicas": 1},
+        engine_kwargs={
+            "target": {"threads": 1, "dtype": "float32"},
+            "draft": {"threads": 1, "placement": "apart"},
+            "speculation.gamma": 3,
+        },
         _metrics_export_port=METRICS_PORT,
         _system_config={"metrics_report_interval_ms": 1000},
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = LLMConfig(
-            model_loading_config={"model_id": "demo"},
-            server_cls="specserve.features.ray_serve_llm.server:SpecserveServer",
-            deployment_config={"num_replicas": 1},
-            engine_kwargs={
-                "target": {"threads": 1, "dtype": "float32"},
-                "draft": {"threads": 1, "placement": "apart"},
-                "speculation.gamma": 3,
-            },
-        )
-        serve.run(build_openai_app({"llm_configs": [config]}), name="llm", route_prefix="/")
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as opened:
-            yield opened
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    ) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

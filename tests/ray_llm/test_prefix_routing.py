@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 
@@ -10,11 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="Ray Serve LLM takes requests in vLLM's classes")
 
-import ray
 from openai import OpenAI
-from ray import serve
 
-from tests.ray_llm.test_behind_ray_llm import free_port, num_cached
+from tests.ray_llm.served import served
+from tests.ray_llm.test_behind_ray_llm import num_cached
 
 pytestmark = [
     pytest.mark.long,
@@ -29,27 +27,14 @@ ROUTER = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
 
 @pytest.fixture
 def client() -> Iterator[OpenAI]:
-    from ray.serve.llm import LLMConfig, build_openai_app
-
-    port = free_port()
-    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = LLMConfig(
-            model_loading_config={"model_id": "demo"},
-            server_cls="specserve.features.ray_serve_llm.server:SpecserveServer",
-            deployment_config={
-                "num_replicas": 2,
-                "request_router_config": {"request_router_class": ROUTER},
-            },
-            engine_kwargs={"target.threads": 1, "draft.kind": "none"},
-        )
-        serve.run(build_openai_app({"llm_configs": [config]}), name="llm", route_prefix="/")
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as opened:
-            yield opened
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with served(
+        deployment_config={
+            "num_replicas": 2,
+            "request_router_config": {"request_router_class": ROUTER},
+        },
+        engine_kwargs={"target.threads": 1, "draft.kind": "none"},
+    ) as opened:
+        yield opened
 
 
 def test_a_prompt_that_comes_again_finds_its_pages_on_one_of_two_replicas(client: OpenAI) -> None:

@@ -28,6 +28,7 @@ from lab.bench.peers.entries import (
     PREFILL,
     WIDE,
     ComparedPair,
+    chat_texts,
     text_windows,
 )
 from lab.bench.peers.plot import plot
@@ -35,6 +36,9 @@ from lab.bench.peers.process import SystemProcess
 from lab.bench.peers.report import RunDescription, as_json, page
 from lab.bench.peers.section import ComparisonSection, SystemState
 from lab.bench.peers.turn import TurnRequest
+from lab.bench.tasks import read_tasks
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import DEMO
 from tests.support.peer_systems import PROMPTS, fake, process
 
 __all__ = ("fake", "process")
@@ -307,6 +311,15 @@ def test_a_gguf_file_is_read_by_both_as_it_is_and_the_head_drafts_for_ours() -> 
     assert all("m.gguf" in command for command in started.values())
     assert {"head", "draft.kind=eagle"} <= set(started[OURS])
     assert "head" not in started["llama.cpp"]
+
+
+def test_prompts_of_a_gguf_file_are_tasks_of_all_kinds_in_its_template() -> None:
+    prompts, long = chat_texts(DEMO / "target")
+    assert len(set(prompts)) == 32
+    assert [len(prompt) for prompt in long] == [1000] * 4
+    kinds = read_tasks(per_kind=1).values()
+    tokenizer = Tokenizer.load(DEMO / "target")
+    assert list(prompts[:8]) == [tokenizer.apply_chat_template(task.chat) for (task,) in kinds]
 
 
 def test_prompts_are_windows_of_texts_that_differ() -> None:

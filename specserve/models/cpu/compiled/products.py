@@ -156,7 +156,7 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
     fair = code.sdiv(panels, LONG(8))
     # Many rows would have many sums of inputs.
-    groups = code.or_(code.icmp_signed(">", fitting, LONG(0)), has_minima)
+    has_groups = code.or_(code.icmp_signed(">", fitting, LONG(0)), has_minima)
     return PRODUCT.new(
         code,
         {
@@ -165,7 +165,7 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
             "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
             "block": block,
             "tile": tile,
-            "group": code.select(groups, code.mul(tile, LONG(GROUP_TILES)), rows),
+            "group": code.select(has_groups, code.mul(tile, LONG(GROUP_TILES)), rows),
             "block_bytes": block_bytes,
             "panel_bytes": panel_bytes,
         },
