@@ -25,6 +25,7 @@ from specserve.models.model import require_context
 from specserve.progress import ReportProgress, no_progress
 
 FILE_CHECKS: Mapping[str, str] = {
+    "dflash": "eagle.opening:require_dflash_files",
     "eagle": "eagle.opening:require_eagle_files",
     "heads": "eagle.opening:require_heads_files",
     "layer_skip": "layer_skip.opening:require_files",

@@ -69,6 +69,10 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
         "plan": (add_plan, "ask theory and memory before anything runs"),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "eagle": (_add_eagle, "train an EAGLE-3 head for a target, for draft.kind eagle"),
+        "dflash": (
+            _add_dflash,
+            "train a DFlash or DSpark draft for a target, for draft.kind dflash",
+        ),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
         "quantize": (_add_quantize, "write a copy with weights in 8 or 4 bits"),
         "keys": (_add_keys, "create, list and check keys in a file for http.api_keys_file"),
@@ -144,7 +148,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         metavar="D",
-        help="what drafts: neural, layer_skip, heads, eagle, bigram, unigram, max_gram, "
+        help="what drafts: neural, layer_skip, heads, eagle, dflash, bigram, unigram, max_gram, "
         "prompt_copy, random or none; by default neural if there is a draft",
     )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
@@ -179,6 +183,27 @@ def _add_eagle(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on training the head that is in --out"
+    )
+
+
+def _add_dflash(parser: argparse.ArgumentParser) -> None:
+    _add_training(parser)
+    parser.add_argument(
+        "--layers", type=int, default=2, metavar="N", help="layers of the draft; 2 by default"
+    )
+    parser.add_argument(
+        "--block",
+        type=int,
+        default=8,
+        metavar="N",
+        help="rows of a block, from which up to N - 1 tokens are drafted (DSpark: N); 8 by default",
+    )
+    parser.add_argument(
+        "--markov-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rank of a Markov head, with which it is a DSpark draft; 0, the default: none",
     )
 
 

@@ -43,6 +43,10 @@ specserve plan --stages 0.8:0.05 0.6,0.7:0.01
 specserve heads --target meta-llama/Llama-3.1-8B --text corpus.txt --out heads
 specserve heads --target path/to/target --text one.txt two.txt --out heads --heads 6 --minutes 30
 """,
+    "dflash": """
+specserve dflash --target path/to/target --text one.txt two.txt --out dflash
+specserve dflash --target path/to/target --text one.txt --out dspark --markov-rank 64 --minutes 600
+""",
     "eagle": """
 specserve eagle --target meta-llama/Llama-3.1-8B --text corpus.txt --out eagle --minutes 600
 specserve eagle --target path/to/target --text one.txt two.txt --out eagle --draft-vocab 8192

@@ -182,6 +182,24 @@ def eagle(options: argparse.Namespace) -> None:
     print(summary)
 
 
+def dflash(options: argparse.Namespace) -> None:
+    """Train a DFlash or DSpark draft for a target."""
+    train = part("eagle.dflash.train:train")
+    with ProgressBar(sys.stderr) as bar:
+        summary = train(
+            options.target,
+            options.text,
+            options.out,
+            num_layers=options.layers,
+            block_size=options.block,
+            markov_rank=options.markov_rank,
+            minutes=options.minutes,
+            threads=options.threads,
+            report_progress=bar,
+        )
+    print(summary)
+
+
 def inflate(options: argparse.Namespace) -> None:
     """Write a widened copy of a model."""
     # Late: torch takes seconds to import, and --help and bad usage do not need it.
@@ -257,6 +275,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": plan,
     "heads": heads,
     "eagle": eagle,
+    "dflash": dflash,
     "inflate": inflate,
     "quantize": quantize,
     "keys": keys,

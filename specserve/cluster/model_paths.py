@@ -30,6 +30,7 @@ from specserve.cluster.placement import (
 )
 from specserve.config.hub_models import is_hub_name
 from specserve.config.kinds import NGRAM_KINDS
+from specserve.config.sections import HIDDEN_STATE_KINDS
 from specserve.config.tree import Config
 from specserve.errors import ModelNotFound, first_line
 from specserve.models.checkpoints.gguf.files import find_gguf
@@ -76,7 +77,7 @@ def local_models(config: Config, *, has_gpus: bool) -> Iterator[LocalModel]:
         key = f"draft.stages[{number}].path" if config.draft.stages else "draft.path"
         has_files = draft.path is not None and draft.kind != "none"
         # Only a draft model and a head may come from the hub.
-        may_be_on_hub = draft.kind in ("neural", "eagle")
+        may_be_on_hub = draft.kind in ("neural", *HIDDEN_STATE_KINDS)
         if has_files and not (may_be_on_hub and is_hub_name(draft.path or "")):
             beside = bundles_beside(config, has_gpus=has_gpus)
             apart = beside[:1] or wanted[-1:]

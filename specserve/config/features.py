@@ -23,7 +23,7 @@ FEATURES: Mapping[str, str] = {
     "adapters": "low-rank adapters (LoRA) of the target",
     "cascade": "cascades: several drafters, of which each reviews the next one's tokens",
     "draft_pools": "draft pools: one draft for several engines",
-    "eagle": "EAGLE-3 heads and draft heads",
+    "eagle": "EAGLE-3 heads, DFlash drafts and draft heads",
     "encoder_decoder": "T5 and its kin",
     "layer_skip": "drafting with some of the target's own layers",
     "other_tokenizer": "draft models with another tokenizer than the target",
@@ -45,6 +45,7 @@ FEATURE_OF_KIND: Mapping[str, str] = {
     "layer_skip": "layer_skip",
     "heads": "eagle",
     "eagle": "eagle",
+    "dflash": "eagle",
 }
 """Values of draft.kind that need a feature."""
 KEYS: Mapping[str, tuple[str, ...]] = {

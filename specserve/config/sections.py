@@ -43,11 +43,13 @@ DRAFT_KINDS = (
     "layer_skip",
     "heads",
     "eagle",
+    "dflash",
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
 # draft on a target's rank, where they need no threads of their own
-KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
+KINDS_WITHOUT_WORKER = ("heads", "eagle", "dflash", "none")
+HIDDEN_STATE_KINDS = ("eagle", "dflash")  # read the target's states, which are sent to them apart
 PLACEMENTS = ("auto", "together", "apart")
 REFUSE, WARN, IGNORE = "refuse", "warn", "ignore"  # of http.unknown_parameters
 LOG_FORMATS = ("text", "json")
@@ -79,7 +81,7 @@ class DraftConfig:
     # there are devices for it
     placement: str = setting("auto", choice(*PLACEMENTS))
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
-    # of a model, of an EAGLE-3 head, or of what `specserve tables` and `specserve heads` made
+    # of a model, an EAGLE-3 head or a DFlash draft, or what `specserve tables` and `heads` made
     path: str | None = setting(None, text())
     revision: str | None = setting(None, text())  # of a hub name
     # of a neural draft's weights, as they are read: int8, int4, or on GPUs fp8
@@ -112,14 +114,14 @@ class DraftConfig:
         """True if each engine's drafter needs, or may turn out to need, a worker of its own."""
         if self.is_pooled:
             return False
-        if self.kind == "eagle":
+        if self.kind in HIDDEN_STATE_KINDS:
             return self.placement == "apart"  # it is cheap, and its states have to be sent there
         return self.kind not in KINDS_WITHOUT_WORKER and self.placement != "together"
 
     @property
     def reads_sent_hidden(self) -> bool:
         """True if the target's hidden states have to be sent to the drafter."""
-        return self.kind == "eagle" and self.may_be_apart
+        return self.kind in HIDDEN_STATE_KINDS and self.may_be_apart
 
     @property
     def drafter_configs(self) -> tuple[DraftConfig, ...]:

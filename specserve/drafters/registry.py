@@ -220,12 +220,14 @@ OPENERS: Mapping[str, Opener | str] = {
 """Functions that open a drafter for any target with a vocabulary, or parts that do."""
 APART: Mapping[str, str] = {
     "eagle": "eagle.opening:open_eagle_apart",
+    "dflash": "eagle.opening:open_dflash_apart",
 }
 """Parts that open a drafter on a device of its own, and must know more of the target."""
 TOGETHER: Mapping[str, str] = {
     "layer_skip": "layer_skip.opening:open_together",
     "heads": "eagle.opening:open_heads",
     "eagle": "eagle.opening:open_eagle_together",
+    "dflash": "eagle.opening:open_dflash_together",
 }
 """Parts that open a drafter which uses what a target in the same process has."""
 

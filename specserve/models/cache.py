@@ -182,11 +182,11 @@ class PagedCache:
         assert len(sequence.tokens) + len(tokens) <= sequence.reserved, "append without reserve"
         sequence.tokens.extend(tokens)
 
-    def truncate(self, seq_id: int, length: int) -> None:
+    def truncate(self, seq_id: int, length: int, *, committed: int | None = None) -> None:
         """Roll back: drop cached positions past `length`, such as rejected draft tokens'.
 
-        Whole pages are freed at once. Everything below `length` counts as committed from then on.
-        Raises ValueError if fewer than `length` positions are cached.
+        Whole pages are freed at once. Everything below `length`, or below `committed`, counts as
+        committed from then on. Raises ValueError if fewer than `length` positions are cached.
         """
         sequence = self._sequences.get(seq_id)
         held = 0 if sequence is None else len(sequence.tokens)
@@ -198,7 +198,7 @@ class PagedCache:
             return
         if length < sequence.reserved:
             self._shrink(sequence, length)
-        self.commit(seq_id, length)
+        self.commit(seq_id, length if committed is None else committed)
 
     def commit(self, seq_id: int, length: int) -> None:
         """Record that positions below `length` are committed and computed.

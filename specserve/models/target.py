@@ -44,7 +44,10 @@ from specserve.sampling.verify import RandomStreams, VerifyResult, verify, verif
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
-TAPPED_LAYERS: Mapping[str, str] = {"eagle": "eagle.opening:tapped_layers"}
+TAPPED_LAYERS: Mapping[str, str] = {
+    "eagle": "eagle.opening:tapped_layers",
+    "dflash": "eagle.opening:layers_for_dflash",
+}
 """Parts that say which layers' inputs a drafter reads, by its kind."""
 
 

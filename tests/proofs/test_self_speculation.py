@@ -62,6 +62,10 @@ CASES = (
     Case("speculative", "eagle block", 3),
     Case("block", "eagle block", 4),
     Case("each", "eagle block", None, "mixed"),
+    Case("speculative", "dflash, causal", 3),
+    Case("block", "dflash, causal", 4),
+    Case("each", "dflash", None, "mixed"),
+    Case("each", "dspark", None, "mixed"),
 )
 
 
@@ -115,7 +119,7 @@ def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
     ]
 
 
-GREEDY_DRAFTERS = (*WITHOUT_CACHE, "eagle, 6 of 8 ids", "eagle ahead")
+GREEDY_DRAFTERS = (*WITHOUT_CACHE, "eagle, 6 of 8 ids", "eagle ahead", "dflash", "dspark")
 GREEDY_CASES = [
     (drafter, gamma, VERIFIERS[number % len(VERIFIERS)])
     for number, (drafter, gamma) in enumerate(itertools.product(GREEDY_DRAFTERS, (1, 4, None)))

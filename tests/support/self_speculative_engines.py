@@ -37,6 +37,8 @@ from tests.support.continuations import (
     Pairs,
     rewrite_checkpoint,
 )
+from tests.support.dflash_drafts import DFlashSizes, ReferenceDraft, write_z_lab
+from tests.support.dflash_drafts import write_speculators as write_dflash
 from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_speculators
 from tests.support.engines import Engine, PacerLike, Run, load_target, model_options
 from tests.support.exact_distribution import (
@@ -76,7 +78,16 @@ EAGLES["eagle block"] = replace(EAGLES["eagle"], num_layers=2, mask_token=3)  # 
 EAGLES["eagle apart"] = EAGLES["eagle"]
 EAGLES["eagle ahead"] = EAGLES["eagle, 6 of 8 ids"]
 APART = ("eagle apart", "eagle ahead")  # the latter anticipates
-SELF_SPECULATIVE = (*WITHOUT_CACHE, *EAGLES)
+SMALL_BLOCK = DFlashSizes(
+    num_heads=2, kv_heads=1, intermediate_size=64, vocab_size=VOCAB, taps=(0, 2), mask_token=3
+)
+DFLASHES = {
+    "dflash": SMALL_BLOCK,
+    # No row sees masks after its own, so that the first q is the same for every gamma.
+    "dflash, causal": replace(SMALL_BLOCK, draft_vocab_size=VOCAB, logit_scale=0.6, causal=True),
+    "dspark": replace(SMALL_BLOCK, draft_vocab_size=6, logit_scale=0.6, markov_rank=4),
+}
+SELF_SPECULATIVE = (*WITHOUT_CACHE, *EAGLES, *DFLASHES)
 SKIP, NUM_HEADS = (1,), 3
 TEXT = tuple(range(20, 60))
 LLM_KEYS: dict[str, Any] = {
@@ -125,13 +136,29 @@ class EagleEngine(Engine):
         self.drafter, self.ahead = drafter, None  # type: ignore[assignment]
 
 
+class DFlashEngine(Engine):
+    """An engine whose drafter runs a DFlash draft on the target's states, as `EagleEngine` does."""
+
+    def __init__(
+        self, target: Path, draft: Path, sizes: DFlashSizes, *, pages: int = PAGES
+    ) -> None:
+        from specserve.features.eagle.dflash.drafter import DFlashDrafter
+
+        self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
+        drafter = DFlashDrafter.from_files(
+            draft, self.target, dtype="float32", support=VOCAB, pages=4 * pages
+        )
+        self.drafter, self.ahead = drafter, None  # type: ignore[assignment]
+
+
 class EagleApartEngine(Engine):
     """An engine whose head lives in a draft worker and is sent the target's states."""
 
     def __init__(
         self, target: Path, head: Path, sizes: HeadSizes, *, ahead: bool, pages: int = PAGES
     ) -> None:
-        from specserve.features.eagle.drafter import EagleDrafter, HeadOptions
+        from specserve.features.eagle.drafter import EagleDrafter
+        from specserve.features.eagle.head_options import HeadOptions
 
         assert sizes.taps is not None
         self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
@@ -247,6 +274,10 @@ class SelfSpeculativePairs(Pairs):
         eagles = {
             name: write_speculators(directory / name, sizes) for name, sizes in EAGLES.items()
         }
+        dflashes = {
+            name: (write_z_lab if sizes.markov_rank == 0 else write_dflash)(directory / name, sizes)
+            for name, sizes in DFLASHES.items()
+        }
         self.engines = {
             "layer_skip": SelfSpeculativeEngine(target, layer_skip),
             "heads": SelfSpeculativeEngine(target, with_heads(heads)),
@@ -257,12 +288,20 @@ class SelfSpeculativePairs(Pairs):
                 else EagleEngine(target, eagles[name], sizes)
                 for name, sizes in EAGLES.items()
             },
+            **{
+                name: DFlashEngine(target, dflashes[name], sizes)
+                for name, sizes in DFLASHES.items()
+            },
             "none": Engine(target, pages=PAGES),
         }
         self._target = LibraryModel(target, vocab=VOCAB)
         embedding = self._target.model.get_input_embeddings().weight.detach()
         self._eagles = {
             name: ReferenceHead(head, EAGLES[name], embedding) for name, head in eagles.items()
+        }
+        self._dflashes = {
+            name: ReferenceDraft(draft, DFLASHES[name], self._target.model)
+            for name, draft in dflashes.items()
         }
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
         self._logits_after = cache(self._compute_logits)  # the same for every warp
@@ -295,6 +334,8 @@ class SelfSpeculativePairs(Pairs):
         compute = self._layer_skip_logits if drafter == "layer_skip" else self._first_heads_logits
         if drafter in EAGLES:
             compute = partial(self._eagle_logits, drafter)
+        if drafter in DFLASHES:
+            compute = partial(self._dflash_logits, drafter)
         texts = all_continuations(prompt, depth, VOCAB)
         return texts, compute(torch.from_numpy(texts)).numpy()
 
@@ -318,6 +359,15 @@ class SelfSpeculativePairs(Pairs):
         states = self._target.model(texts[:, :-1], output_hidden_states=True).hidden_states
         taps = torch.cat([states[i] for i in reference.sizes.taps or ()], dim=-1)
         return reference.draft_many(texts, taps)[:, 0]
+
+    @torch.inference_mode()
+    def _dflash_logits(self, drafter: str, texts: Tensor) -> Tensor:
+        """Return the logits of a block's first token after each text."""
+        reference = self._dflashes[drafter]
+        states = self._target.model(texts[:, :-1], output_hidden_states=True).hidden_states
+        taps = torch.cat([states[i] for i in reference.sizes.taps], dim=-1)
+        pairs = zip(texts.tolist(), taps, strict=True)
+        return torch.stack([reference.draft(text, own, ())[0] for text, own in pairs])
 
     @torch.inference_mode()
     def _first_heads_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]

@@ -94,18 +94,27 @@ class ConstrainedDrafting:
             ]
             self._pass(steps, [1] * len(drawing), drawing)
 
-    def draw_from_rows(self, tasks: Sequence[DraftTask], logits: Tensor) -> None:
+    def draw_from_rows(
+        self,
+        tasks: Sequence[DraftTask],
+        logits: Tensor,
+        added_after: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Draw the wanted tokens of new drafts from rows that exist already.
 
         `logits` [sum of num_wanted, vocab] has one row for each token. A forced token leaves its
-        row unused.
+        row unused. `added_after` returns what the tokens before add to their rows.
         """
         first_rows = np.cumsum([0, *(task.num_wanted for task in tasks)]).tolist()
         rows = dict(zip((task.seq_id for task in tasks), first_rows, strict=False))
         drawing = self._take_forced(self._drafts(tasks))
         while drawing:
             chosen = [rows[draft.task.seq_id] + len(draft.task.state.tokens) for draft in drawing]
-            self._draw(logits.index_select(0, to_device(np.array(chosen), logits.device)), drawing)
+            own = logits.index_select(0, to_device(np.array(chosen), logits.device))
+            if added_after is not None:
+                newest = np.array([draft.task.newest for draft in drawing])
+                own = own + added_after(to_device(newest, logits.device))
+            self._draw(own, drawing)
             drawing = self._take_forced(drawing)
 
     def mask_logits(

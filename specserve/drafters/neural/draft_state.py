@@ -79,6 +79,11 @@ class DraftTask:
     """Positions of the model's cache that the prefill writes."""
 
     @property
+    def newest(self) -> int:
+        """The newest token: the last draft token, or the last one of the prefix."""
+        return (self.state.tokens or self.prefill.tokens)[-1]
+
+    @property
     def final_length(self) -> int:
         """Length of the model's cache afterwards; the last token is drawn and not written."""
         return self.written.stop + max(self.num_wanted - 1, 0)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
 from specserve.drafters.neural.draft_state import DraftTask
+from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, fetch
 from specserve.features.eagle.states import TargetStates
 from specserve.models.runner import Runner
-from specserve.types import Step
+from specserve.types import DraftStep, Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ class BlockDrafting:
         if constrained:
             self._constrained.draw_from_rows(drawing, logits)
         elif drawing:
-            self._draw(drawing, logits)
+            draw_rows(drawing, logits, support=self._support)
 
     def write_states(self, steps: Sequence[Step]) -> None:
         """Write the states that the rows of a pass read: the target's and the masks'."""
@@ -102,22 +103,41 @@ class BlockDrafting:
             self._runner.cache.truncate(task.seq_id, task.prefill.stop)
         return logits
 
-    def _draw(self, tasks: Sequence[DraftTask], logits: Tensor) -> None:
-        """Draw the tokens of all rows at once."""
-        owners = [task for task in tasks for _ in range(task.num_wanted)]
-        depths = [depth for task in tasks for depth in range(task.num_wanted)]
-        sampler = DraftSampler(
-            [
-                DrawSpec(task.state.start, depth, 1, task.state.policy, None)
-                for task, depth in zip(owners, depths, strict=True)
-            ],
-            support=self._support,
-            device=self._runner.device,
-        )
-        sampler.draw(logits)
-        draws = fetch(sampler.draws)[0]
-        for row, task in enumerate(owners):
-            task.state.append(draws.tokens[row], draws, row)
+
+def draw_rows(
+    tasks: Sequence[DraftTask], logits: Tensor, *, support: int, among: Tensor | None = None
+) -> None:
+    """Draw the tokens of all rows at once: `num_wanted` rows of each task."""
+    owners = [task for task in tasks for _ in range(task.num_wanted)]
+    depths = [depth for task in tasks for depth in range(task.num_wanted)]
+    sampler = DraftSampler(
+        [
+            DrawSpec(task.state.start, depth, 1, task.state.policy, None)
+            for task, depth in zip(owners, depths, strict=True)
+        ],
+        support=support,
+        device=logits.device,
+        among=among,
+    )
+    sampler.draw(logits)
+    draws = fetch(sampler.draws)[0]
+    for row, task in enumerate(owners):
+        task.state.append(draws.tokens[row], draws, row)
+
+
+def drop_short_drafts(drafter: NeuralDrafter, steps: Sequence[DraftStep]) -> None:
+    """Drop drafts that are shorter than is wanted now.
+
+    A pass begins at the newest token; it draws the same again.
+    """
+    drafter.drop_drafts(
+        [
+            step.seq_id
+            for step in steps
+            if (state := drafter.drafted(step.seq_id)) is not None
+            and len(state.tokens) < step.gamma
+        ]
+    )
 
 
 @torch.inference_mode()

@@ -10,7 +10,9 @@ a mask token and `mask_hidden`, three states that its mask rows read in place of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,27 +31,21 @@ MASK_HIDDEN = "mask_hidden"
 """Three hidden states that a P-EAGLE head reads where the target's are not known yet."""
 
 
-class EagleWeights:
-    """The weights of a head's files, by the names of `speculators`."""
+class HeadTensors:
+    """The tensors of a head's files, by the names of `speculators`."""
 
-    def __init__(self, directory: Path, info: EagleInfo) -> None:
-        self.directory, self.info = directory, info
+    def __init__(self, directory: Path, what: str, vocab_size: int) -> None:
+        """Open the files of a head, which messages call `what`; `vocab_size` is the target's."""
+        self.directory, self._what, self._vocab_size = directory, what, vocab_size
         stored = StoredTensors(weight_files(directory))
         self._stored, self._names = stored, {_canonical(name): name for name in stored.names()}
-        if MASK_HIDDEN in self and info.mask_token is None:
-            raise no_mask_token(directory)
-        self._check_shapes()
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.shape("lm_head.weight")[0]
-
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._names:
-            raise ModelError(f"the EAGLE-3 head at {self.directory} has no tensor {name}")
+            raise ModelError(f"the {self._what} at {self.directory} has no tensor {name}")
         return self._stored.shape(self._names[name])
 
     def read(self, name: str) -> Tensor:
@@ -61,12 +57,36 @@ class EagleWeights:
             return None
         offsets = self.read("d2t").long()
         ids = offsets + torch.arange(len(offsets))
-        if len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= self.info.vocab_size:
+        if len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= self._vocab_size:
             raise ModelError(
-                f"d2t of the EAGLE-3 head at {self.directory} does not map its tokens to "
-                f"{self.info.vocab_size} ids one to one"
+                f"d2t of the {self._what} at {self.directory} does not map its tokens to "
+                f"{self._vocab_size} ids one to one"
             )
         return ids
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError for tensors that are missing or of other sizes."""
+        for name, shape in shapes.items():
+            if self.shape(name) != shape:
+                raise ModelError(
+                    f"{name} of the {self._what} at {self.directory} is "
+                    f"{_by(self.shape(name))}, and its config.json implies {_by(shape)}"
+                )
+
+
+class EagleWeights(HeadTensors):
+    """The weights of an EAGLE-3 head."""
+
+    def __init__(self, directory: Path, info: EagleInfo) -> None:
+        super().__init__(directory, "EAGLE-3 head", info.vocab_size)
+        self.info = info
+        if MASK_HIDDEN in self and info.mask_token is None:
+            raise no_mask_token(directory)
+        self._check_shapes()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.shape("lm_head.weight")[0]
 
     def _check_shapes(self) -> None:
         """Raise ModelError for tensors of other sizes than config.json states."""
@@ -78,7 +98,8 @@ class EagleWeights:
             "lm_head.weight": (self.draft_vocab_size, hidden),
         }
         for index in range(self.info.num_layers):
-            expected |= self._layer_shapes(f"layers.{index}", hidden * (1 if index else 2))
+            width = hidden * (1 if index else 2)
+            expected |= layer_shapes(self.info.layer, f"layers.{index}", width)
         if self.info.norm_before_fc:
             expected["input_norm.weight"] = (NUM_TAPS * self.info.target_hidden_size,)
         if "d2t" in self or self.draft_vocab_size != self.info.vocab_size:
@@ -89,29 +110,25 @@ class EagleWeights:
             width = NUM_TAPS * self.info.target_hidden_size
             found = self.shape(MASK_HIDDEN)
             expected[MASK_HIDDEN] = found if math.prod(found) == width else (1, width)
-        for name, shape in expected.items():
-            if self.shape(name) != shape:
-                raise ModelError(
-                    f"{name} of the EAGLE-3 head at {self.directory} is "
-                    f"{_by(self.shape(name))}, and its config.json implies {_by(shape)}"
-                )
+        self.require(expected)
 
-    def _layer_shapes(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a layer whose attention reads rows of `width` numbers."""
-        layer, hidden = self.info.layer, self.info.layer.hidden_size
-        head_dim = layer.head_dim or hidden // layer.num_attention_heads
-        queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
-        return {
-            f"{name}.self_attn.q_proj.weight": (queries, width),
-            f"{name}.self_attn.k_proj.weight": (keys, width),
-            f"{name}.self_attn.v_proj.weight": (keys, width),
-            f"{name}.self_attn.o_proj.weight": (hidden, queries),
-            f"{name}.mlp.gate_proj.weight": (layer.intermediate_size, hidden),
-            f"{name}.mlp.up_proj.weight": (layer.intermediate_size, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, layer.intermediate_size),
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-        }
+
+def layer_shapes(layer: Any, name: str, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer whose attention reads rows of `width` numbers."""
+    hidden = layer.hidden_size
+    head_dim = layer.head_dim or hidden // layer.num_attention_heads
+    queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+    return {
+        f"{name}.self_attn.q_proj.weight": (queries, width),
+        f"{name}.self_attn.k_proj.weight": (keys, width),
+        f"{name}.self_attn.v_proj.weight": (keys, width),
+        f"{name}.self_attn.o_proj.weight": (hidden, queries),
+        f"{name}.mlp.gate_proj.weight": (layer.intermediate_size, hidden),
+        f"{name}.mlp.up_proj.weight": (layer.intermediate_size, hidden),
+        f"{name}.mlp.down_proj.weight": (hidden, layer.intermediate_size),
+        f"{name}.input_layernorm.weight": (hidden,),
+        f"{name}.post_attention_layernorm.weight": (hidden,),
+    }
 
 
 def require_eagle_for(target: Path, directory: Path) -> EagleInfo:

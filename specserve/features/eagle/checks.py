@@ -7,7 +7,7 @@ from specserve.errors import ConfigError
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError for heads without files, or where they cannot draft."""
+    """Raise ConfigError for heads and drafts without files, or where they cannot draft."""
     draft, tensor_parallel = config.draft, config.target.tensor_parallel
     if draft.kind == "heads" and draft.path is None:
         raise ConfigError(
@@ -18,6 +18,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "draft.kind eagle needs draft.path, an EAGLE-3 head that was trained for the target; "
             "`specserve eagle --target M --text FILE --out DIR` trains one"
+        )
+    if draft.kind == "dflash" and draft.path is None:
+        raise ConfigError(
+            "draft.kind dflash needs draft.path, a DFlash or DSpark draft that was trained for the "
+            "target; `specserve dflash --target M --text FILE --out DIR` trains one"
         )
     if draft.kind == "heads" and tensor_parallel > 1:
         raise ConfigError(

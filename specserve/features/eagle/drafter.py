@@ -8,7 +8,7 @@ target's own states are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,75 +16,32 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
-from specserve.drafters.branch_budget import MAX_BRANCHES
 from specserve.drafters.neural.draft_state import DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.features.eagle.block_drafts import BlockDrafting, MaskRow, mask_row
+from specserve.features.eagle.block_drafts import (
+    BlockDrafting,
+    MaskRow,
+    drop_short_drafts,
+    mask_row,
+)
 from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleWeights
 from specserve.features.eagle.head_config import EagleInfo
+from specserve.features.eagle.head_options import HeadOptions, find_head
 from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.features.eagle.states import TargetStates
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
-from specserve.models.attention import Attention, GroupedAttention
+from specserve.models.attention import Attention
 from specserve.models.attention_choice import open_compiled
-from specserve.models.attention_kernels import invariant_kernel, sdpa_kernel
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.embedding import load_embedding
-from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.device_formats import resolve_device, resolve_dtype, runs_compiled
+from specserve.models.device_formats import resolve_dtype, runs_compiled
 from specserve.models.hidden_taps import HiddenRows
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.runner import Runner
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, Proposal, Step
-
-PAGES_FOR_BRANCHES = 2 * MAX_BRANCHES
-"""Pages of a head apart beside its sequences' pages: each branch takes one or two."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """The device and format of a head, and what it has to know of its target."""
-
-    device: torch.device
-    dtype: str
-    num_pages: int
-    page_size: int
-    prefix_caching: bool
-    vocab_size: int  # the target's
-    context: int
-    support: int = 64
-    kernel: str = "auto"  # of linear layers on CPUs
-
-    def make_cache(self, info: EagleInfo, dtype: torch.dtype) -> PagedCache:
-        """Return the cache of a head, whose rows also keep a state and their keys' padding."""
-        return PagedCache(
-            num_layers=info.num_layers,
-            kv_heads=info.layer.num_key_value_heads,
-            head_dim=info.layer.head_dim + KEY_PADDING,
-            v_head_dim=info.layer.head_dim,
-            state_width=info.layer.hidden_size + 1,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            dtype=dtype,
-            device=self.device,
-            prefix_caching=self.prefix_caching,
-        )
-
-    def open_attention(self, info: EagleInfo, dtype: torch.dtype) -> Attention:
-        """Return the attention of a head's layers over that cache."""
-        layer = info.layer
-        if runs_compiled(self.kernel, dtype, self.device):
-            return open_compiled(
-                self.kernel,
-                layer.head_dim + KEY_PADDING,
-                layer.head_dim,
-                shared=layer.num_attention_heads // layer.num_key_value_heads,
-                page_size=self.page_size,
-            )
-        return GroupedAttention(sdpa_kernel if self.device.type == "cuda" else invariant_kernel)
 
 
 class EagleDrafter:
@@ -124,7 +81,7 @@ class EagleDrafter:
     def from_config(cls, config: Config, target: TargetModel) -> EagleDrafter:
         """Open the head of a config beside its target, which hands its hidden states over."""
         return cls.from_files(
-            _find_head(config),
+            find_head(config),
             target,
             dtype=config.draft.dtype,
             support=config.draft.support,
@@ -143,21 +100,11 @@ class EagleDrafter:
         kernel: str = "auto",
     ) -> EagleDrafter:
         """Open a head that has been checked to be of this target, in the target's process."""
-        cache, network = target.runner.cache, target.network
+        network = target.network
         assert network is not None, "the config has been checked"
         drafter = cls.open(
             directory,
-            HeadOptions(
-                cache.device,
-                dtype,
-                pages or cache.num_pages,
-                cache.page_size,
-                cache.prefix_caching,
-                target.info.vocab_size,
-                target.info.max_context,
-                support,
-                kernel,
-            ),
+            HeadOptions.beside(target, dtype=dtype, support=support, pages=pages, kernel=kernel),
             target_embedding=lambda dtype: network.embedding,
             grammar_compiler=target.grammar_states.grammar_compiler,
         )
@@ -172,21 +119,9 @@ class EagleDrafter:
 
         Of the target's files it reads the embedding, if the head has none of its own.
         """
-        draft = config.draft
         return cls.open(
-            _find_head(config),
-            HeadOptions(
-                resolve_device(draft.device),
-                draft.dtype,
-                target.num_pages
-                + (PAGES_FOR_BRANCHES if config.speculation.anticipation.enabled else 0),
-                target.page_size,
-                target.prefix_caching,
-                target.vocab_size,
-                target.max_context,
-                draft.support,
-                config.weights.kernel,
-            ),
+            find_head(config),
+            HeadOptions.apart(config, target),
             target_embedding=lambda dtype: load_embedding(target_checkpoint(config), dtype=dtype),
             grammar_compiler=grammar_compiler,
         )
@@ -203,7 +138,7 @@ class EagleDrafter:
         """Open a head; it asks for the target's embedding only if it has none of its own."""
         info, device = EagleInfo.from_directory(directory), options.device
         weights, dtype = EagleWeights(directory, info), resolve_dtype(options.dtype, device)
-        cache = options.make_cache(info, dtype)
+        cache = _make_cache(options, info, dtype)
         embedding = (
             weights.read("embed_tokens.weight").to(device, dtype)
             if "embed_tokens.weight" in weights
@@ -214,7 +149,7 @@ class EagleDrafter:
                 weights,
                 cache,
                 embedding=embedding,
-                attention=options.open_attention(info, dtype),
+                attention=_open_attention(options, info, dtype),
                 context=options.context,
             )
             projection = EagleProjection(weights, dtype=dtype, device=device)
@@ -244,7 +179,7 @@ class EagleDrafter:
 
     def receive_hidden(self, hidden: Sequence[HiddenRows]) -> None:
         """Keep new states of the target, until the steps that read them."""
-        self._target_states.receive(hidden)
+        self._target_states.arrived.receive(hidden)
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; past the deadline, by the clock, they are shorter."""
@@ -257,15 +192,8 @@ class EagleDrafter:
 
         They were computed from the head's own states, so the next step repeats those accepted.
         """
-        if self._block is not None:  # a pass begins at the newest token; it draws the same again
-            self._drafter.drop_drafts(
-                [
-                    step.seq_id
-                    for step in steps
-                    if (state := self._drafter.drafted(step.seq_id)) is not None
-                    and len(state.tokens) < step.gamma
-                ]
-            )
+        if self._block is not None:
+            drop_short_drafts(self._drafter, steps)
         return [
             replace(proposal, num_cached=min(proposal.num_cached, step.stop))
             for step, proposal in zip(steps, self._drafter.draft(steps, should_stop), strict=True)
@@ -313,7 +241,28 @@ class EagleDrafter:
         return replace(task, prefill=prefill, written=self.runner.positions(prefill))
 
 
-def _find_head(config: Config) -> Path:
-    draft = config.draft
-    assert draft.path is not None, "the config has been checked"
-    return find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
+def _make_cache(options: HeadOptions, info: EagleInfo, dtype: torch.dtype) -> PagedCache:
+    """Return the cache of a head, whose rows also keep a state and their keys' padding."""
+    layer = info.layer
+    return options.make_cache(
+        num_layers=info.num_layers,
+        kv_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim + KEY_PADDING,
+        v_head_dim=layer.head_dim,
+        state_width=layer.hidden_size + 1,
+        dtype=dtype,
+    )
+
+
+def _open_attention(options: HeadOptions, info: EagleInfo, dtype: torch.dtype) -> Attention:
+    """Return the attention of a head's layers over that cache."""
+    layer = info.layer
+    if runs_compiled(options.kernel, dtype, options.device):
+        return open_compiled(
+            options.kernel,
+            layer.head_dim + KEY_PADDING,
+            layer.head_dim,
+            shared=layer.num_attention_heads // layer.num_key_value_heads,
+            page_size=options.page_size,
+        )
+    return options.grouped_attention()

@@ -58,7 +58,7 @@ class EagleInfo:
             layer_keys = keys["transformer_layer_config"] if speculators else keys
             _require_supported(directory, keys, layer_keys)
             with library_errors(directory, "has a config.json that transformers cannot read"):
-                layer = llama_config(_plain(layer_keys))
+                layer = llama_config(plain_layer_keys(layer_keys))
             return cls(
                 layer,
                 keys.get("target_hidden_size") or layer.hidden_size,
@@ -153,7 +153,7 @@ def no_mask_token(directory: Path) -> ModelError:
     )
 
 
-def _plain(layer_keys: Mapping[str, Any]) -> dict[str, Any]:
+def plain_layer_keys(layer_keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the library's config of a Llama layer takes of these keys.
 
     `speculators` leaves out what equals the library's default; a layer of Qwen 3 is one of Llama

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.features.eagle.checkpoint import EagleWeights
+from specserve.features.eagle.checkpoint import EagleWeights, HeadTensors
 from specserve.features.eagle.states import OWN, TARGETS, UNKNOWN, previous_slots
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
@@ -71,8 +71,11 @@ class EagleProjection:
 class HeadParts:
     """Norms and linear layers of a head's weights, on their device."""
 
-    def __init__(self, weights: EagleWeights, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.weights, self.config = weights, weights.info.layer
+    def __init__(
+        self, weights: HeadTensors, config: Any, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read them from `weights`; `config` is the library's of the layers."""
+        self.weights, self.config = weights, config
         self._device, self._dtype = device, dtype
 
     def read(self, name: str) -> Tensor:
@@ -180,7 +183,7 @@ class EagleNetwork:
         self._embedding, self._vocab_size = embedding, info.vocab_size
         self._norm_before_residual = info.norm_before_residual
         self._returns_states = info.mask_token is None
-        parts = HeadParts(weights, device=device, dtype=dtype)
+        parts = HeadParts(weights, config, device=device, dtype=dtype)
         self._layers = [
             EagleLayer(parts, f"layers.{index}", attention, keys, values)
             for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))

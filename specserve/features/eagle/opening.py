@@ -11,6 +11,8 @@ from specserve.config.tree import Config
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter, fanout_from_config
 from specserve.features.eagle.checkpoint import require_eagle_for
+from specserve.features.eagle.dflash.drafter import DFlashDrafter
+from specserve.features.eagle.dflash.weights import require_dflash_for
 from specserve.features.eagle.drafter import EagleDrafter
 from specserve.features.eagle.heads import require_heads_for
 from specserve.features.eagle.heads_drafter import HeadsDrafter
@@ -27,6 +29,11 @@ def open_eagle_together(config: Config, target: TargetModel) -> OpenDrafter:
     return _opened(EagleDrafter.from_config(config, target), fanout=None)
 
 
+def open_dflash_together(config: Config, target: TargetModel) -> OpenDrafter:
+    """Return the DFlash draft of a config beside its target."""
+    return _opened(DFlashDrafter.from_config(config, target), fanout=None)
+
+
 def open_eagle_apart(
     config: Config, target: ModelInfo, grammar_compiler: GrammarCompiler | None
 ) -> OpenDrafter:
@@ -34,23 +41,37 @@ def open_eagle_apart(
     eagle = EagleDrafter.apart(config, target, grammar_compiler)
     fanout = fanout_from_config(config)
     if fanout is not None and not eagle.can_anticipate:
-        log.info(
-            "the P-EAGLE head at %s drafts in one pass and does not anticipate; its proposals "
-            "are made when they are asked for",
-            config.draft.path,
-        )
+        _log_no_anticipation("P-EAGLE head", config)
         fanout = None
     return _opened(eagle, fanout=fanout)
 
 
-def _opened(eagle: EagleDrafter, *, fanout: Fanout | None) -> OpenDrafter:
+def open_dflash_apart(
+    config: Config, target: ModelInfo, grammar_compiler: GrammarCompiler | None
+) -> OpenDrafter:
+    """Return the DFlash draft of a config on a device of its own."""
+    if fanout_from_config(config) is not None:
+        _log_no_anticipation("DFlash draft", config)
+    return _opened(DFlashDrafter.apart(config, target, grammar_compiler), fanout=None)
+
+
+def _log_no_anticipation(what: str, config: Config) -> None:
+    log.info(
+        "the %s at %s drafts in one pass and does not anticipate; its proposals are made when "
+        "they are asked for",
+        what,
+        config.draft.path,
+    )
+
+
+def _opened(drafter: EagleDrafter | DFlashDrafter, *, fanout: Fanout | None) -> OpenDrafter:
     """Return a drafter that hands the target's states to the head."""
     return OpenDrafter(
-        eagle,
-        context=eagle.context,
-        runners=(eagle.runner,),
+        drafter,
+        context=drafter.context,
+        runners=(drafter.runner,),
         fanout=fanout,
-        receive_hidden=eagle.receive_hidden,
+        receive_hidden=drafter.receive_hidden,
     )
 
 
@@ -61,9 +82,12 @@ def open_heads(config: Config, target: TargetModel) -> HeadsDrafter:
 
 def require_eagle_files(target: Path, tokenizer: Tokenizer, draft: DraftConfig) -> None:
     """Raise unless the target is what an EAGLE-3 head reads."""
-    assert draft.path is not None, "the config has been checked"
-    head = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
-    require_eagle_for(target, head)
+    require_eagle_for(target, _head_of(draft))
+
+
+def require_dflash_files(target: Path, tokenizer: Tokenizer, draft: DraftConfig) -> None:
+    """Raise unless the target is what a DFlash draft reads."""
+    require_dflash_for(target, _head_of(draft))
 
 
 def require_heads_files(target: Path, tokenizer: Tokenizer, draft: DraftConfig) -> None:
@@ -74,6 +98,14 @@ def require_heads_files(target: Path, tokenizer: Tokenizer, draft: DraftConfig) 
 
 def tapped_layers(target: Path, num_layers: int, draft: DraftConfig) -> tuple[int, ...]:
     """Return the layers of the target whose inputs the EAGLE-3 head of a config reads."""
+    return require_eagle_for(target, _head_of(draft)).taps(num_layers)
+
+
+def layers_for_dflash(target: Path, num_layers: int, draft: DraftConfig) -> tuple[int, ...]:
+    """Return the layers of the target whose inputs the DFlash draft of a config reads."""
+    return require_dflash_for(target, _head_of(draft)).tapped_layers
+
+
+def _head_of(draft: DraftConfig) -> Path:
     assert draft.path is not None, "the config has been checked"
-    info = require_eagle_for(target, find_checkpoint(draft.path, revision=draft.revision))
-    return info.taps(num_layers)
+    return find_checkpoint(draft.path, revision=draft.revision, key="draft.path")

@@ -26,6 +26,50 @@ OWN, TARGETS = 0.0, 1.0
 """The number stored after a state: of the head's own, and of the target's."""
 
 
+class ArrivedStates:
+    """The target's states that have arrived, and may still be read."""
+
+    def __init__(self, project: Callable[[Tensor], Tensor]) -> None:
+        """Create an empty store; `project` makes of the target's states what is kept of them."""
+        self._project = project
+        self._parts: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._parts
+
+    def parts(self, seq_id: int) -> Sequence[HiddenRows]:
+        return self._parts.get(seq_id, ())
+
+    def receive(self, hidden: Sequence[HiddenRows]) -> None:
+        """Keep new states of the target, projected.
+
+        They replace the states of the same and of later positions of their sequences.
+        """
+        if not hidden:
+            return
+        projected = self._project(torch.cat([each.rows for each in hidden]))
+        parts = torch.split(projected, [len(each.rows) for each in hidden])
+        for each, rows in zip(hidden, parts, strict=True):
+            known = self._parts.setdefault(each.seq_id, [])
+            # Where nothing is drafted, there is one of each round: only the last ones are read.
+            while known and known[-1].stop > each.start:
+                part = known.pop().between(0, each.start)
+                if len(part.rows):
+                    known.append(part)
+            known.append(HiddenRows(each.seq_id, each.start, rows))
+
+    def read(self, seq_id: int, first: int, last: int) -> list[HiddenRows]:
+        """Return the states after these positions that have arrived, and drop those before."""
+        parts = [part.between(first) for part in self.parts(seq_id)]
+        if seq_id in self._parts:
+            self._parts[seq_id] = [part for part in parts if len(part.rows)]
+        return [part for one in parts if len((part := one.between(first, last)).rows)]
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._parts.pop(seq_id, None)
+
+
 class TargetStates:
     """The target's states that have arrived and are not in the cache yet.
 
@@ -35,33 +79,13 @@ class TargetStates:
 
     def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
         self._cache, self.project = cache, project
-        self._arrived: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
+        self.arrived = ArrivedStates(lambda taps: F.pad(project(taps), (0, 1), value=TARGETS))
         # Own states that the next step of a sequence overwrites and reads.
         self._kept: dict[int, HiddenRows] = {}
 
-    def receive(self, hidden: Sequence[HiddenRows]) -> None:
-        """Keep new states of the target, joined into the head's own width.
-
-        They replace the states of the same and of later positions of their sequences.
-        """
-        if not hidden:
-            return
-        projected = F.pad(
-            self.project(torch.cat([each.rows for each in hidden])), (0, 1), value=TARGETS
-        )
-        parts = torch.split(projected, [len(each.rows) for each in hidden])
-        for each, rows in zip(hidden, parts, strict=True):
-            known = self._arrived.setdefault(each.seq_id, [])
-            # Where nothing is drafted, there is one of each round: only the last ones are read.
-            while known and known[-1].stop > each.start:
-                part = known.pop().between(0, each.start)
-                if len(part.rows):
-                    known.append(part)
-            known.append(HiddenRows(each.seq_id, each.start, rows))
-
     def release(self, seq_ids: Sequence[int]) -> None:
+        self.arrived.release(seq_ids)
         for seq_id in seq_ids:
-            self._arrived.pop(seq_id, None)
             self._kept.pop(seq_id, None)
 
     def keep_own(self, seq_id: int, start: int) -> None:
@@ -79,9 +103,7 @@ class TargetStates:
         slots, states = [], []
         for step in steps:
             first, last = max(step.start - 1, 0), step.stop - 1
-            arrived = [part.between(first) for part in self._arrived.get(step.seq_id, [])]
-            if step.seq_id in self._arrived:
-                self._arrived[step.seq_id] = [part for part in arrived if len(part.rows)]
+            arrived = self.arrived.read(step.seq_id, first, last)
             if step.stop - 1 > step.start:  # the rows of this step read one another's states
                 fresh = self._cache.slots(step.seq_id, step.start, last)
                 slots.append(fresh)
@@ -90,10 +112,9 @@ class TargetStates:
             if kept is not None and len((part := kept.between(step.start, last)).rows):
                 slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
                 states.append(part.rows)
-            for part in (one.between(first, last) for one in arrived):
-                if len(part.rows):
-                    slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
-                    states.append(part.rows)
+            for part in arrived:
+                slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
+                states.append(part.rows)
         # In order: what is known replaces what is not.
         for where, rows in zip(slots, states, strict=True):
             self._cache.states.index_copy_(0, where, rows.to(self._cache.states.dtype))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.api.tokenizer import Tokenizer
@@ -46,6 +46,9 @@ LEARNING_RATE = 2e-3
 """Learning rate of AdamW."""
 DRAFT_VOCAB = 32_000
 """Most frequent tokens of the texts that the head can draft."""
+
+
+OneLesson = TypeVar("OneLesson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +90,23 @@ class Lesson:
         return torch.stack(found)
 
 
-class Lessons:
+class Lessons(Generic[OneLesson]):
     """The lessons of windows: each is made when it is first read, and kept while memory allows.
 
     They never change, and the target takes longer over a window than the head does.
     """
 
     def __init__(
-        self, teacher: Teacher, windows: Sequence[Tensor], taps: Sequence[int], ids: Tensor
+        self,
+        windows: Sequence[Tensor],
+        make: Callable[[Tensor], OneLesson],
+        device: torch.device,
     ) -> None:
-        self._windows, self._kept = windows, dict[int, Lesson]()
-        self._make = partial(Lesson.from_window, teacher, taps=taps, ids=ids.to(teacher.device))
-        self._device = teacher.device
+        self._windows, self._make, self._device = windows, make, device
+        self._kept: dict[int, OneLesson] = {}
         self._least_memory = available_memory() // 2
 
-    def __getitem__(self, number: int) -> Lesson:
+    def __getitem__(self, number: int) -> OneLesson:
         lesson = self._kept.get(number)
         if lesson is None:
             lesson = self._make(self._windows[number].to(self._device))
@@ -128,13 +133,13 @@ def train(
     require_positive({"minutes": minutes, "draft-vocab": draft_vocab})
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = _find_decoder(target)
+    checkpoint = find_decoder(target)
     tokenizer = Tokenizer.load(checkpoint)
     report_progress("reading the texts")
     windows = text_windows([tokenizer.encode(read_text(text)) for text in texts], DEPTHS)
     report_progress("loading the target")
     teacher = Teacher(checkpoint)
-    config = _layer_config(teacher)
+    config = layer_config(teacher)
     if resume:
         taps = require_eagle_for(checkpoint, out).taps(teacher.spec.num_layers)
         head, ids = load_head(config, teacher, out)
@@ -144,7 +149,16 @@ def train(
         head = _new_head(config, teacher, ids)
     head.to(teacher.device)
     learnt, held_out = split_windows(windows)
-    _fit(head, teacher, learnt, taps, ids, minutes=minutes, report_progress=report_progress)
+    make = partial(Lesson.from_window, teacher, taps=taps, ids=ids.to(teacher.device))
+    lessons = Lessons(learnt, make, teacher.device)
+    fit_module(
+        head,
+        lambda number, rejection: lessons[number].losses(head, rejection=rejection),
+        teacher,
+        num_lessons=len(learnt),
+        minutes=minutes,
+        report_progress=report_progress,
+    )
     save_head(head, config, taps, ids, fingerprint(checkpoint), teacher.spec.vocab_size, out)
     report_progress("evaluating the head")
     alphas = ", ".join(f"{one:.3f}" for one in coverage(head, teacher, held_out, taps, ids))
@@ -192,12 +206,12 @@ def frequent_ids(windows: Sequence[Tensor], num: int) -> Tensor:
     return torch.tensor(sorted(chosen))
 
 
-def _find_decoder(target: str) -> Path:
+def find_decoder(target: str, what: str = "an EAGLE-3 head") -> Path:
     """Return a target's checkpoint. Raises UnsupportedModel for an encoder-decoder."""
     checkpoint = find_checkpoint(target, key="--target")
     if is_encoder_decoder(read_config(checkpoint)):
         raise UnsupportedModel(
-            f"an EAGLE-3 head is for decoder-only targets, and {checkpoint} is an encoder-decoder"
+            f"{what} is for decoder-only targets, and {checkpoint} is an encoder-decoder"
         )
     return checkpoint
 
@@ -208,7 +222,7 @@ def _new_head(config: Any, teacher: Teacher, ids: Tensor) -> EagleModule:
     return head
 
 
-def _layer_config(teacher: Teacher) -> Any:
+def layer_config(teacher: Teacher) -> Any:
     """Return the config of a layer as wide as the target's."""
     own, spec = teacher.module.config, teacher.spec
     heads, dim = own.num_attention_heads, spec.head_dim
@@ -243,25 +257,25 @@ def _initialise(head: EagleModule, teacher: Teacher, ids: Tensor) -> None:
         head.norm.weight.copy_(norm.float().cpu())
 
 
-def _fit(
-    head: EagleModule,
+def fit_module(
+    module: nn.Module,
+    losses_of: Callable[[int, bool], Tensor],
     teacher: Teacher,
-    windows: Sequence[Tensor],
-    taps: Sequence[int],
-    ids: Tensor,
     *,
+    num_lessons: int,
     minutes: float,
     report_progress: ReportProgress,
 ) -> None:
-    """Minimise the divergence from the target first, then the probability of rejection."""
-    lessons = Lessons(teacher, windows, taps, ids)
+    """Minimise the divergence from the target first, then the probability of rejection.
+
+    `losses_of` returns what each draft token of a lesson loses, of which the first weigh most.
+    """
     mixed = torch.autocast(teacher.device.type, torch.bfloat16, enabled=teacher.is_bf16)
     optimizer = torch.optim.AdamW(
-        head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        module.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
-    fade = torch.tensor([FADE**i for i in range(DEPTHS)], device=teacher.device)
     start = time.monotonic()
-    for step, number in enumerate(shuffled_numbers(len(windows))):
+    for step, number in enumerate(shuffled_numbers(num_lessons)):
         progress = (time.monotonic() - start) / (60 * minutes)
         if progress >= 1:
             return
@@ -272,9 +286,10 @@ def _fit(
             group["lr"] = LEARNING_RATE * rate
         rejection = progress > 0.5
         with mixed:
-            losses = lessons[number].losses(head, rejection=rejection)
+            losses = losses_of(number, rejection)
+        fade = torch.tensor([FADE**i for i in range(len(losses))], device=losses.device)
         torch.autograd.backward((losses * fade).sum())
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         name = "rejected" if rejection else "divergence"

@@ -113,7 +113,7 @@ class EagleModule(nn.Module):
             for name in ("k_proj", "v_proj")
         )
         cos, sin = self.rotary(x, torch.arange(len(x), device=x.device)[None] + depth)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def _attend(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -131,6 +131,6 @@ def _attend(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tens
     return out.transpose(0, 1).flatten(1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -5,25 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specserve.features.eagle.states import TargetStates
-from specserve.models.cache import PagedCache
+from specserve.features.eagle.states import ArrivedStates
 from specserve.models.hidden_taps import HiddenRows
 
 WIDTH = 4
 
 
-def states() -> TargetStates:
-    cache = PagedCache(
-        num_layers=1,
-        kv_heads=1,
-        head_dim=WIDTH,
-        state_width=WIDTH + 1,
-        num_pages=8,
-        page_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    return TargetStates(cache, lambda taps: taps)
+def states() -> ArrivedStates:
+    return ArrivedStates(lambda taps: taps)
 
 
 def rows(start: int, stop: int) -> HiddenRows:
@@ -31,8 +20,8 @@ def rows(start: int, stop: int) -> HiddenRows:
     return HiddenRows(0, start, numbers[:, None].expand(-1, WIDTH))
 
 
-def positions(found: TargetStates) -> list[tuple[int, list[float]]]:
-    return [(part.start, part.rows[:, 0].tolist()) for part in found._arrived[0]]
+def positions(found: ArrivedStates) -> list[tuple[int, list[float]]]:
+    return [(part.start, part.rows[:, 0].tolist()) for part in found.parts(0)]
 
 
 def test_newer_states_replace_those_of_the_same_and_later_positions() -> None:

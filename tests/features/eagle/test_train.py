@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def test_a_lesson_is_kept_while_half_of_the_memory_is_free(
     left = iter([free_bytes[0], *[free_bytes[1]] * 2])
     monkeypatch.setattr("specserve.features.eagle.train.available_memory", lambda: next(left))
     windows = [torch.arange(3, 40), torch.arange(50, 90)]
-    lessons = Lessons(Teacher(target), windows, tapped_layers(4), torch.arange(64))
+    teacher = Teacher(target)
+    make = partial(Lesson.from_window, teacher, taps=tapped_layers(4), ids=torch.arange(64))
+    lessons = Lessons(windows, make, teacher.device)
     first = lessons[1]
     assert (lessons[1] is first) is kept
     assert first.p.shape == (39, 64)
