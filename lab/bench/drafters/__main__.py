@@ -16,7 +16,7 @@ import torch
 
 from lab.bench.drafters import options, report
 from lab.bench.drafters.copy_model import CopyModel, TrainingBudget
-from lab.bench.drafters.eagle_rounds import NUM_FILES, trained_head
+from lab.bench.drafters.eagle_rounds import NUM_FILES, TrainedHeads
 from lab.bench.drafters.options import Budget
 from lab.bench.drafters.rewriting import RewritingCorpus
 from lab.papers.family import DemoFamily
@@ -42,11 +42,9 @@ class SectionInputs:
         return CopyModel.load_or_train(cache, corpus, TrainingBudget(self.budget.minutes))
 
     @cached_property
-    def head(self) -> Path:
+    def heads(self) -> TrainedHeads:
         cache = self.new_directory() if self._cache is None else self._cache / "eagle"
-        return trained_head(
-            cache, minutes=self.budget.minutes, num_files=self.budget.files or NUM_FILES
-        )
+        return TrainedHeads(cache, self.budget.minutes, self.budget.files or NUM_FILES)
 
     def new_directory(self) -> Path:
         """Create a directory that is deleted when the command ends."""
@@ -54,7 +52,7 @@ class SectionInputs:
 
 
 SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
-    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.head, inputs.budget),
+    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.heads.eagle, inputs.budget),
     "copy": lambda inputs: (
         report.measure_copying(
             inputs.copy_model, inputs.new_directory() / "widened", inputs.budget
@@ -62,7 +60,7 @@ SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
     ),
     "speed": lambda inputs: (report.measure_proposals(inputs.new_directory(), inputs.budget),),
     "heads": lambda inputs: (report.measure_heads(inputs.family, inputs.budget),),
-    "eagle": lambda inputs: (report.measure_eagle(inputs.head, inputs.budget),),
+    "eagle": lambda inputs: (report.measure_eagle(inputs.heads, inputs.budget),),
 }
 
 

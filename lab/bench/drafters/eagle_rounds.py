@@ -1,4 +1,4 @@
-"""Rounds of an EAGLE-3 head beside a draft model and heads, all in one process.
+"""Rounds of an EAGLE-3 head and a DFlash draft beside a draft model and heads, in one process.
 
 A head apart is imitated: what it prepares after an answer takes none of the time that is counted.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from lab.bench.drafters.alpha import PAGES
@@ -19,6 +20,7 @@ from specserve.demo.corpus import standard_library
 from specserve.drafters.base import never
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter
+from specserve.features.eagle.dflash.train import train as train_dflash
 from specserve.features.eagle.drafter import EagleDrafter
 from specserve.features.eagle.train import train
 from specserve.llm.inprocess import EngineParts, LocalDrafter, LocalTarget, open_parts
@@ -88,33 +90,44 @@ class RoundsMeasurement:
         return self.tokens / self.seconds
 
 
-def trained_head(directory: Path, *, minutes: float, num_files: int) -> Path:
-    """Return the head of the demo target in `directory`, which is trained if it is not there."""
-    head, texts = directory / "eagle", directory / "texts"
-    if not (head / "config.json").is_file():
-        texts.mkdir(parents=True, exist_ok=True)
-        files = [texts / f"{number}.py" for number in range(num_files)]
-        for file, text in zip(files, standard_library().train[::4], strict=False):
-            file.write_text(text, encoding="utf-8")
-        log.info(
-            train(
-                str(DEMO / "target"),
-                [file for file in files if file.is_file()],
-                head,
-                minutes=minutes,
-                draft_vocab=DRAFT_VOCAB,
-                report_progress=no_progress,
-            )
+@dataclass(frozen=True, slots=True)
+class TrainedHeads:
+    """Heads of the demo target in a directory, each trained when it is first wanted."""
+
+    directory: Path
+    minutes: float
+    num_files: int
+
+    @property
+    def eagle(self) -> Path:
+        return self._trained("eagle", partial(train, draft_vocab=DRAFT_VOCAB))
+
+    @property
+    def dflash(self) -> Path:
+        return self._trained(
+            "dflash", partial(train_dflash, num_layers=2, block_size=8, markov_rank=0)
         )
-    return head
+
+    def _trained(self, kind: str, train_head: Callable[..., str]) -> Path:
+        head, texts = self.directory / kind, self.directory / "texts"
+        if not (head / "config.json").is_file():
+            texts.mkdir(parents=True, exist_ok=True)
+            files = [texts / f"{number}.py" for number in range(self.num_files)]
+            for file, text in zip(files, standard_library().train[::4], strict=False):
+                file.write_text(text, encoding="utf-8")
+            known = [file for file in files if file.is_file()]
+            settings = {"minutes": self.minutes, "report_progress": no_progress}
+            log.info(train_head(str(DEMO / "target"), known, head, **settings))
+        return head
 
 
-def configs(head: Path) -> dict[str, Keys]:
-    eagle = {"draft.kind": "eagle", "draft.path": str(head)}
+def configs(heads: TrainedHeads) -> dict[str, Keys]:
+    eagle = {"draft.kind": "eagle", "draft.path": str(heads.eagle)}
     return {
         "neural, draft": {"draft.kind": "neural", "draft.path": DRAFT},
         "heads": {"draft.kind": "heads"},
         "eagle": eagle,
+        "dflash": {"draft.kind": "dflash", "draft.path": str(heads.dflash)},
         AHEAD: eagle,
     }
 

@@ -50,7 +50,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--cache",
         type=Path,
         metavar="DIR",
-        help="where the trained copying model and EAGLE-3 head are kept, and found again",
+        help="where the trained copying model and heads are kept, and found again",
     )
     parser.add_argument(
         "--prompts", type=positive, default=usual.prompts, help="that alpha is measured on"
@@ -62,7 +62,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=usual.minutes,
-        help="that either may learn, if it is not in --cache",
+        help="that each may learn, if it is not in --cache",
     )
     parser.add_argument(
         "--params", type=positive, default=usual.params, help="of the widened models"

@@ -285,14 +285,14 @@ def measure_heads(family: DemoFamily, budget: Budget) -> Section:
     )
 
 
-def measure_eagle(head: Path, budget: Budget) -> Section:
-    """Measure a trained head in turns with the other drafters that know the target well."""
+def measure_eagle(trained: eagle_rounds.TrainedHeads, budget: Budget) -> Section:
+    """Measure trained heads in turns with the other drafters that know the target well."""
     prompts = held_out_prompts(count=budget.prompts, length=PROMPT_TOKENS)
     rows = []
     for temperature in (0.0, 1.0):
         found: dict[str, list[eagle_rounds.RoundsMeasurement]] = {}
         for _ in range(budget.turns):
-            for name, keys in eagle_rounds.configs(head).items():
+            for name, keys in eagle_rounds.configs(trained).items():
                 found.setdefault(name, []).append(
                     eagle_rounds.measure_rounds(
                         name,
@@ -307,10 +307,11 @@ def measure_eagle(head: Path, budget: Budget) -> Section:
     text = (
         f"{conditions(budget.threads)}. The demo target continues {len(prompts)} held-out prompts "
         f"by {budget.tokens} tokens each, one after the other, gamma {eagle_rounds.GAMMA}; "
-        f"{budget.turns} turns. The head was trained for {budget.minutes:g} minutes or found in "
-        "--cache. Seconds are those of the target's passes and of the answers that rounds waited "
-        "for. What the last row prepares behind its answers is not counted, as on a device of its "
-        "own, and never interrupted; its prepared proposals come from the head's own states.\n\n"
+        f"{budget.turns} turns. The EAGLE-3 head and the DFlash draft of two layers were trained "
+        f"for {budget.minutes:g} minutes each, or found in --cache. Seconds are those of the "
+        "target's passes and of the answers that rounds waited for. What the last row prepares "
+        "behind its answers is not counted, as on a device of its own, and never interrupted; its "
+        "prepared proposals come from the head's own states.\n\n"
     )
     heads = ("T", "drafter", "tokens a round", "prepared", "tokens a second", "spread")
     return Section(EAGLE, text + table(heads, rows))
