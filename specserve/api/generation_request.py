@@ -78,7 +78,7 @@ class GenerationRequest:
             sampling,
             stream,
             include_usage=options is not None and options.include_usage is True,
-            continuous_usage=options is not None and options.continuous_usage_stats is True,
+            continuous_usage=options is not None and options.continuous_usage,
             return_token_ids=body.return_token_ids is True,
             request_id=body.request_id,
             best_of=best_of,

@@ -27,8 +27,12 @@ class StreamOptions(StrictModel):
         None, description="Send a chunk with the usage, and no choices, before the end."
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="Put the usage so far into every chunk."
+        None, description="Put the usage so far into every chunk, unless include_usage is false."
     )
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.continuous_usage_stats is True and self.include_usage is not False
 
 
 class SpeculationBody(StrictModel):
@@ -226,7 +230,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Ids | Prompts = Field(description="A text, token ids, or a list of both.")
     echo: bool | None = None
-    logprobs: bool | int | None = Field(
+    logprobs: int | bool | None = Field(
         None, description="A number asks for that many alternatives to each token."
     )
 

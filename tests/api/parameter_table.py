@@ -351,6 +351,7 @@ BOTH: list[Row] = [
 COMPLETIONS: list[Row] = [
     ("logprobs", 0, answer("choices.0.logprobs.token_logprobs.0", -0.5)),
     ("logprobs", 21, refused("from 0 to 20")),
+    ("logprobs", "2", refused("a valid integer")),
     ("echo", False, NOTHING),
     ("suffix", "", NOTHING),
     ("suffix", "x", refused(UNSUPPORTED)),

@@ -85,8 +85,8 @@ def test_ids_of_prompt_and_answer_are_there_whole_and_in_a_stream(
 
 
 @both_paths
-@pytest.mark.parametrize("includes", [True, False])
-def test_every_chunk_has_the_usage_so_far(app: FastAPI, path: str, includes: bool) -> None:
+@pytest.mark.parametrize("includes", [True, None])
+def test_every_chunk_has_the_usage_so_far(app: FastAPI, path: str, includes: bool | None) -> None:
     options = {"include_usage": includes, "continuous_usage_stats": True}
     body = BODIES[path] | {"stream": True, "stream_options": options, "n": 2}
     events = send(app, path, body | {"return_token_ids": True}).events
@@ -95,7 +95,14 @@ def test_every_chunk_has_the_usage_so_far(app: FastAPI, path: str, includes: boo
         sent += sum(len(choice["token_ids"]) for choice in event["choices"])
         assert event["usage"]["completion_tokens"] == sent
         assert event["usage"]["total_tokens"] == sent + event["usage"]["prompt_tokens"]
-    assert (events[-1]["choices"] == []) == includes
+    assert (events[-1]["choices"] == []) == (includes is True)
+
+
+@both_paths
+def test_a_stream_that_excludes_usage_has_none_in_any_chunk(app: FastAPI, path: str) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    events = send(app, path, BODIES[path] | {"stream": True, "stream_options": options}).events
+    assert not any("usage" in event for event in events)
 
 
 class RankedService(FakeService):
