@@ -192,14 +192,16 @@ class RequestParser:
         )
 
     async def decode_ids(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, which must fit in the context."""
+        """Return the text of ids, special tokens by their names; they must fit in the context."""
         if len(ids) > self._served.max_context:
             raise TooLong(
                 f"tokens has {len(ids)} ids, but the context holds {self._served.max_context}",
                 param="tokens",
             )
         self.check_ids(ids, param="tokens")
-        return await _in_thread_if_large(len(ids), lambda: self._tokenizer.decode(ids))
+        return await _in_thread_if_large(
+            len(ids), lambda: self._tokenizer.decode(ids, shows_special=True)
+        )
 
     def find_adapter(self, model: str | None) -> Adapter | None:
         """Return the adapter that `model` names. Raises NotServed for the name of another model."""

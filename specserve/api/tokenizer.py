@@ -127,9 +127,10 @@ class Tokenizer:
             )
         return tuple(self._backend.encode(text, add_special_tokens=special).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the whole text at once; special tokens have none."""
-        detokenizer = IncrementalDetokenizer(self)
+    def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """Return the whole text at once; special tokens have none unless they are shown."""
+        visible_ids = self.special_ids if shows_special else ()
+        detokenizer = IncrementalDetokenizer(self, visible_ids=visible_ids)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def decode_to_continue(self, token_ids: Sequence[int]) -> str:

@@ -61,6 +61,10 @@ def test_text_becomes_tokens_and_tokens_text(server: RunningServer) -> None:
         demo_tokenizer().apply_chat_template(chat)
     )
     assert server.ask("/tokenize", {"prompt": ""}).json["count"] == 0
+    special = min(demo_tokenizer().special_ids)
+    named = demo_tokenizer().token_name(special)
+    assert named
+    assert server.ask("/detokenize", {"tokens": [special, *ids]}).json == {"prompt": named + TEXT}
 
 
 @pytest.mark.parametrize(
