@@ -18,7 +18,7 @@ from tests.conformance.agent import TURNS
 from tests.conformance.agent import table as agent_table
 from tests.conformance.checks import CHAT, DEMO, SCRIPTED
 from tests.conformance.clients import CLIENTS, Client, ClientRun, install, run_client
-from tests.conformance.page import page, unknown_failures
+from tests.conformance.page import page, suites_section, unknown_failures
 from tests.conformance.scripted_engine import scripted_gateway
 from tests.support.ray_server import free_port
 
@@ -40,7 +40,8 @@ def main() -> int:
     text = page(runs, [] if options.quick else list(agent_table(TURNS)))
     print(text)
     if options.out is not None:
-        options.out.write_text(text, encoding="utf-8")
+        kept = options.out.read_text(encoding="utf-8") if options.out.exists() else ""
+        options.out.write_text(text + suites_section(kept), encoding="utf-8")
     failures = unknown_failures(runs)
     for failure in failures:
         print(failure, file=sys.stderr)

@@ -20,14 +20,12 @@ Each client is installed in an environment of its own, at the version in the tab
 to a server on this machine. Behind the gateway is one of three engines. *{demo}* is the demo pair
 by `specserve serve`, for what any model can do. *{scripted}* is an engine whose texts follow a
 script (`tests/conformance/answers.py`), for what depends on what a model says: tool calls,
-structured answers, agents. There the gateway alone can fail. guidellm and lm_eval need a model:
-each request must succeed with all its tokens, a generated text must be the one that the server
-writes when asked without a client, and the likelier of two choices must have the higher likelihood.
-*{chat}* is SmolLM2 with the draft that ships, where its package is installed. bfcl-eval puts 300 of
-its questions to it, half of them greedily and half at T = 1, with at most 128 tokens: each whole
-call must obey the schema of its function, and all answers must be the same without draft tokens.
-
-What LangChain's suite skips needs pictures, audio or PDFs, a second model or recorded traffic.
+structured answers, agents. guidellm and lm_eval need a model: each request must succeed
+with all its tokens, a generated text must be the one that the server writes when asked without a
+client, and the likelier of two choices must have the higher likelihood. *{chat}* is SmolLM2 with
+the draft that ships, where its package is installed. bfcl-eval puts 300 of its questions to it,
+half of them greedily and half at T = 1, with at most 128 tokens: each whole call must obey the
+schema of its function, and all answers must be the same without draft tokens.
 """
 
 
@@ -43,6 +41,16 @@ engine the same prompt and returned the same text, and more of the prompt was
 pages of the last answer are of no use.
 """
 """Section before the table of tests/conformance/agent.py."""
+
+
+SUITES = "## Suites of other projects"
+"""Heading of the last section, which `python -m tests.conformance.suites` writes."""
+
+
+def suites_section(text: str) -> str:
+    """Return the last section of a page with this text; empty if it has none."""
+    _, heading, section = text.partition(SUITES)
+    return f"\n{heading}{section}" if heading else ""
 
 
 def page(runs: Sequence[ClientRun], agent_table: Sequence[str] = ()) -> str:

@@ -20,7 +20,7 @@ from tests.conformance.checks import (
     SkipError,
 )
 from tests.conformance.clients import CLIENTS, Client, ClientRun, install, read_report, run_client
-from tests.conformance.page import KNOWN, page, unknown_failures
+from tests.conformance.page import KNOWN, SUITES, page, suites_section, unknown_failures
 
 RUN = ClientRun(
     "some",
@@ -32,6 +32,12 @@ RUN = ClientRun(
         CheckResult("odd", SKIPPED, "no pictures"),
     ),
 )
+
+
+def test_a_new_page_keeps_the_section_of_the_suites() -> None:
+    section = f"\n{SUITES}\n\n| suite | tests |\n"
+    assert suites_section(page([RUN]) + section) == section
+    assert suites_section(page([RUN])) == ""
 
 
 def test_the_page_counts_outcomes_and_gives_every_reason() -> None:

@@ -197,11 +197,9 @@ class DFlashDrafter:
         """Return the task, begun at the first position whose state of the target may have come."""
         prefill, seq_id = task.prefill, task.seq_id
         start = min(self._num_known.get(seq_id, prefill.start), prefill.start)
-        again = (
-            tuple(self.runner.cache.tokens(seq_id, start, prefill.start).tolist())
-            if (start < prefill.start)
-            else ()
-        )
+        again: tuple[int, ...] = ()
+        if start < prefill.start:
+            again = tuple(self.runner.cache.tokens(seq_id, start, prefill.start).tolist())
         prefill = replace(prefill, start=start, tokens=again + prefill.tokens)
         # In DFlash a block has a row more than tokens that it draws.
         more = bool(task.num_wanted) and not self._info.samples_from_newest

@@ -1,4 +1,4 @@
-"""The training of DFlash and DSpark drafts: its blocks are those of decoding, and it learns."""
+"""The training of DFlash and DSpark drafts: its blocks are decoded alike, and it learns."""
 
 from __future__ import annotations
 

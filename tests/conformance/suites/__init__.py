@@ -1,0 +1,1 @@
+"""Test suites of other projects, run unmodified against a server of ours."""
