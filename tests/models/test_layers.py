@@ -97,7 +97,8 @@ def test_the_numbers_are_those_of_the_plain_product(
         assert out.shape == (*shape[:-1], 48)
         assert out.dtype == dtype
         error = (out.view(6, 48).double() - expected).abs().max() / expected.abs().max()
-        assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+        # Roundings of a sum of that many numbers, in the order of whichever processor this is.
+        assert error < (2**-24 * max(16, inner**0.5) if dtype == torch.float32 else 4e-3)
 
 
 def test_fp16_stays_plain() -> None:
