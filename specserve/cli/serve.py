@@ -177,12 +177,12 @@ def _limited_end(guard: RayGuard, is_ready: threading.Event) -> Iterator[None]:
     has_ended = threading.Event()
 
     def watch() -> None:
-        with reader:
+        with reader:  # open until no signal is written any more: a second one may follow
             while (received := reader.recv(1)) and received[0] not in ENDING:
                 pass
-        if received and not has_ended.wait(END_WITHIN_S):
-            guard.close()
-            quick_exit(0 if is_ready.is_set() else INTERRUPTED)
+            if received and not has_ended.wait(END_WITHIN_S):
+                guard.close()
+                quick_exit(0 if is_ready.is_set() else INTERRUPTED)
 
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=watch, daemon=True, name="end").start()
