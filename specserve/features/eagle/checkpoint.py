@@ -10,7 +10,7 @@ a mask token and `mask_hidden`, three states that its mask rows read in place of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,34 +137,55 @@ def require_eagle_for(target: Path, directory: Path) -> EagleInfo:
     Reads headers, and of the target's weights no more than its norms.
     """
     info, config = EagleInfo.from_directory(directory), read_config(target)
-    num_layers = config.num_hidden_layers
-    for what, own, its in (
-        ("hidden states of", info.target_hidden_size, config.hidden_size),
-        ("a vocabulary of", info.vocab_size, config.vocab_size),
-    ):
-        if own != its:
-            raise ModelError(
-                f"the EAGLE-3 head at {directory} is of another target than {target}: it expects "
-                f"{what} {own}, and the target has {its}"
-            )
-    taps = info.taps(num_layers)
-    if len(taps) != NUM_TAPS or not all(0 <= layer <= num_layers for layer in taps):
-        raise ModelError(
-            f"the EAGLE-3 head at {directory} is of another target than {target}: it reads the "
-            f"inputs of layers {', '.join(map(str, taps))}, and the target has {num_layers} layers"
-        )
+    taps, head = info.taps(config.num_hidden_layers), f"the EAGLE-3 head at {directory}"
+    sizes = info.target_hidden_size, info.vocab_size
+    require_sizes(target, config, head, sizes, taps, is_whole=len(taps) == NUM_TAPS)
     weights = EagleWeights(directory, info)
     if "embed_tokens.weight" not in weights and info.layer.hidden_size != config.hidden_size:
         raise ModelError(
-            f"the EAGLE-3 head at {directory} has no embedding of its own, and the target's "
-            f"{config.hidden_size} numbers a token do not fit its {info.layer.hidden_size}"
+            f"{head} has no embedding of its own, and the target's {config.hidden_size} numbers a "
+            f"token do not fit its {info.layer.hidden_size}"
         )
-    if info.target is not None and info.target != fingerprint(target):
-        raise ModelError(
-            f"the EAGLE-3 head at {directory} was trained for another target than {target}; "
-            "`specserve eagle` trains one for this one"
-        )
+    require_fingerprint(target, head, info.target, command="specserve eagle")
     return info
+
+
+def require_sizes(
+    target: Path,
+    config: Any,
+    head: str,
+    sizes: tuple[int, int],
+    taps: Sequence[int],
+    *,
+    is_whole: bool,
+) -> None:
+    """Raise ModelError unless a target's config has what a head reads.
+
+    `sizes` are the numbers of a hidden state and the ids of the vocabulary, `taps` the layers whose
+    inputs are read; `is_whole` says whether they are as many as such a head reads.
+    """
+    num_layers, its = config.num_hidden_layers, (config.hidden_size, config.vocab_size)
+    names = "hidden states of", "a vocabulary of"
+    for what, own, found in zip(names, sizes, its, strict=True):
+        if own != found:
+            raise ModelError(
+                f"{head} is of another target than {target}: it expects {what} {own}, and the "
+                f"target has {found}"
+            )
+    if not is_whole or not all(0 <= layer <= num_layers for layer in taps):
+        raise ModelError(
+            f"{head} is of another target than {target}: it reads the inputs of layers "
+            f"{', '.join(map(str, taps))}, and the target has {num_layers} layers"
+        )
+
+
+def require_fingerprint(target: Path, head: str, own: str | None, *, command: str) -> None:
+    """Raise ModelError for a head that `command` has trained for another target."""
+    if own is not None and own != fingerprint(target):
+        raise ModelError(
+            f"{head} was trained for another target than {target}; `{command}` trains one for this "
+            "one"
+        )
 
 
 def _canonical(name: str) -> str:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from specserve.errors import ModelError, UnsupportedModel
-from specserve.features.eagle.checkpoint import HeadTensors, layer_shapes
+from specserve.features.eagle.checkpoint import (
+    HeadTensors,
+    layer_shapes,
+    require_fingerprint,
+    require_sizes,
+)
 from specserve.features.eagle.dflash.config import DFlashInfo
 from specserve.models.checkpoints.library import read_config
-from specserve.models.checkpoints.weights import fingerprint
 
 MARKOV_FROM, MARKOV_TO = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 """Factors of what a token adds to the logits of the token after it."""
@@ -67,32 +71,15 @@ def require_dflash_for(target: Path, directory: Path) -> DFlashInfo:
     Reads headers, and of the target's weights no more than its norms.
     """
     info, config = DFlashInfo.from_directory(directory), read_config(target)
-    num_layers = config.num_hidden_layers
-    for what, own, its in (
-        ("hidden states of", info.target_hidden_size, config.hidden_size),
-        ("a vocabulary of", info.vocab_size, config.vocab_size),
-    ):
-        if own != its:
-            raise ModelError(
-                f"the DFlash draft at {directory} is of another target than {target}: it expects "
-                f"{what} {own}, and the target has {its}"
-            )
-    taps = info.tapped_layers
-    if not taps or not all(0 <= layer <= num_layers for layer in taps):
-        raise ModelError(
-            f"the DFlash draft at {directory} is of another target than {target}: it reads the "
-            f"inputs of layers {', '.join(map(str, taps))}, and the target has {num_layers} layers"
-        )
+    taps, draft = info.tapped_layers, f"the DFlash draft at {directory}"
+    sizes = info.target_hidden_size, info.vocab_size
+    require_sizes(target, config, draft, sizes, taps, is_whole=bool(taps))
     weights, hidden = DFlashWeights(directory, info), info.layer.hidden_size
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name not in weights and hidden != config.hidden_size:
             raise ModelError(
-                f"the DFlash draft at {directory} has no {name} of its own, and the target's "
-                f"{config.hidden_size} numbers a token do not fit its {hidden}"
+                f"{draft} has no {name} of its own, and the target's {config.hidden_size} numbers "
+                f"a token do not fit its {hidden}"
             )
-    if info.target is not None and info.target != fingerprint(target):
-        raise ModelError(
-            f"the DFlash draft at {directory} was trained for another target than {target}; "
-            "`specserve dflash` trains one for this one"
-        )
+    require_fingerprint(target, draft, info.target, command="specserve dflash")
     return info
