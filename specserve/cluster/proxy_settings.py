@@ -8,6 +8,7 @@ import random
 import resource
 import socket
 
+from specserve.cluster import haproxy
 from specserve.cluster.gateway import header_encoding
 from specserve.config.tree import Config
 from specserve.errors import ConfigError
@@ -24,6 +25,7 @@ SERVE_SETTINGS = {
     # on a machine that is busy with other work its imports alone take longer than the 5 s set.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     header_encoding.SETTING: header_encoding.IMPORT_PATH,
+    haproxy.BINARY_PATH: str(haproxy.COMMAND),
 }
 PROXY_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",

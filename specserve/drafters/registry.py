@@ -53,16 +53,15 @@ class OpenDrafter:
         fanout: Fanout | None,
         passes: Callable[[], tuple[int, ...]] | None = None,
         receive_hidden: Callable[[Sequence[HiddenRows]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create it; `passes` counts each stage's passes, if it has several.
 
         `receive_hidden` keeps hidden states of the target, if the drafter reads them.
         """
         self.drafter, self._runners, self.context, self.fanout = drafter, runners, context, fanout
-        self._passes, self._receive_hidden = passes, receive_hidden
-        self._anticipation = (
-            None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
-        )
+        self._passes, self._receive_hidden, self._clock = passes, receive_hidden, clock
+        self._anticipation = None if fanout is None else Anticipation(drafter, fanout, clock=clock)
 
     @property
     def device(self) -> torch.device:
@@ -89,9 +88,9 @@ class OpenDrafter:
             self._receive_hidden(unpack_hidden(hidden))
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
+        """Return one proposal for each step; the deadline is a time of the clock."""
         if self._anticipation is None:
-            return self.drafter.draft(steps, lambda: time.perf_counter() > deadline)
+            return self.drafter.draft(steps, lambda: self._clock() > deadline)
         return self._anticipation.propose(steps, deadline)
 
     def prepare(self, has_message: Callable[[], bool]) -> None:

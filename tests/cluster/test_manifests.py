@@ -16,6 +16,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
+from specserve.cluster import haproxy
 from specserve.cluster.gateway import header_encoding
 from specserve.cluster.placement import bundles, engine_deployments
 from specserve.config.features import has
@@ -351,8 +352,13 @@ def test_no_pin_asks_for_a_build_of_one_index() -> None:
     assert re.findall(r"^\S+==\S+\+\S+$", _text("constraints.txt"), re.MULTILINE) == []
 
 
-def test_the_image_starts_ray_with_haproxy_and_headers_in_any_encoding() -> None:
+def test_the_image_starts_ray_with_our_haproxy_and_headers_in_any_encoding() -> None:
     assert f"ENV {HA_PROXY}=1" in _text("deploy/Dockerfile")
+    assert f"{haproxy.BINARY_PATH}=/home/ray/anaconda3/bin/{haproxy.COMMAND.name}" in _text(
+        "deploy/Dockerfile"
+    )
+    starts = f"{haproxy.BINARY_PATH}=$(command -v {haproxy.COMMAND.name})"
+    assert starts in _text("docs/guides/deploying.md")
     setting = f"{header_encoding.SETTING}={header_encoding.IMPORT_PATH}"
     assert setting in _text("deploy/Dockerfile")
     assert setting in _text("docs/guides/deploying.md")

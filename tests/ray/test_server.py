@@ -341,11 +341,14 @@ def test_the_trace_shows_rounds(server: Server) -> None:
     until(shown, 30)
 
 
-def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(server: Server) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
+    server: Server, stream: bool
+) -> None:
     """Check that the engine cancels what a client that left has requested.
 
-    The client streams: that it left before an answer in one piece does not always pass HAProxy,
-    so the gateway's own tests have that case.
+    This client sends the body after the head, as many do: a body that HAProxy splices would
+    keep it from seeing that a client has left which waits for its answer in one piece.
     """
     engine = handle(config_from_keys({"http.port": server.port}), "Engine")
 
@@ -364,17 +367,22 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(server: Serv
         "prompt": PROMPTS[0],
         "max_tokens": 1000,
         "ignore_eos": True,
-        "stream": True,
+        "stream": stream,
         "n": 4,
     }
+    content = json.dumps(body).encode()
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-        )
-        connection.getresponse().read(100)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(content)))
+        connection.putheader("Authorization", f"Bearer {KEY}")
+        connection.endheaders()
+        time.sleep(0.1)  # so that HAProxy reads the head alone
+        connection.send(content)
+        if stream:
+            connection.getresponse().read(100)
+        else:
+            until(lambda: used() > 0, 300)
     until(lambda: used() == 0, 300)
     assert cancelled() == before + 4
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from specserve.types import (
     Stats,
     Warp,
 )
+from tests.support.clock import counting_clock
 from tests.support.fakes import open_coordinator
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class AnticipatingDrafter:
 
     def __init__(self, drafter: ForkableDrafter, fanout: int | None) -> None:
         self.anticipation = Anticipation(
-            drafter, Fanout(per_position=fanout), clock=time.perf_counter
+            drafter, Fanout(per_position=fanout), clock=counting_clock()
         )
         self.rng = np.random.default_rng(0)
 

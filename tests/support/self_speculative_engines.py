@@ -28,6 +28,7 @@ from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.target import TargetModel
 from specserve.types import Request
 from tests.support import checkpoints
+from tests.support.clock import counting_clock
 from tests.support.continuations import (
     COUNTED,
     LOGIT_DIVISOR,
@@ -183,6 +184,7 @@ class EagleApartEngine(Engine):
             runners=(drafter.runner,),
             fanout=Fanout(per_position=4) if ahead else None,
             receive_hidden=drafter.receive_hidden,
+            clock=counting_clock(),
         )
         self.rng = np.random.default_rng(0) if ahead else None
 

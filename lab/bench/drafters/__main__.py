@@ -52,7 +52,7 @@ class SectionInputs:
 
 
 SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
-    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.heads.eagle, inputs.budget),
+    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.heads, inputs.budget),
     "copy": lambda inputs: (
         report.measure_copying(
             inputs.copy_model, inputs.new_directory() / "widened", inputs.budget

@@ -12,8 +12,8 @@ CASCADE_K = ((5, 3, 2), (0, 4, 2), (0, 0, 4))
 Keys = Mapping[str, object]
 
 
-def drafter_configs(tables: Path, head: Path) -> dict[str, Keys]:
-    """Return config keys by the drafter's name; `head` is an EAGLE-3 head of the demo target.
+def drafter_configs(tables: Path, eagle: Path, dflash: Path) -> dict[str, Keys]:
+    """Return config keys by the drafter's name, with drafts that were trained for the demo target.
 
     The tables keep their counts (`learn` is off), so that q does not change during a measurement.
     """
@@ -44,7 +44,8 @@ def drafter_configs(tables: Path, head: Path) -> dict[str, Keys]:
         "layer_skip": _dotted({"kind": "layer_skip"}),
         "layer_skip, without 3": _dotted({"kind": "layer_skip", "skip": [3]}),
         "heads": _dotted({"kind": "heads"}),
-        "eagle": _dotted({"kind": "eagle", "path": str(head)}),
+        "eagle": _dotted({"kind": "eagle", "path": str(eagle)}),
+        "dflash": _dotted({"kind": "dflash", "path": str(dflash)}),
     }
 
 

@@ -100,6 +100,10 @@ REMARKS = {
         "targets whose head is published, or trained with `specserve eagle`: a layer a token, and "
         "later places are accepted nearly as often as the first."
     ),
+    "dflash": (
+        "targets whose draft is published, or trained for hours with `specserve dflash`: one pass "
+        "for a whole proposal, however long."
+    ),
 }
 Measurements = Mapping[str, alpha.DrafterMeasurement]
 
@@ -130,12 +134,14 @@ def conditions(threads: int) -> str:
     )
 
 
-def measure_alphas(family: DemoFamily, head: Path, budget: Budget) -> tuple[Section, ...]:
+def measure_alphas(
+    family: DemoFamily, heads: eagle_rounds.TrainedHeads, budget: Budget
+) -> tuple[Section, ...]:
     module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
     prompts = held_out_prompts(count=budget.prompts, length=PROMPT_TOKENS)
     measurements = {
         name: alpha.measure_drafter(keys, prompts, module, tokens=budget.tokens)
-        for name, keys in drafter_configs(family.tables, head).items()
+        for name, keys in drafter_configs(family.tables, heads.eagle, heads.dflash).items()
     }
     return recommendations(measurements), alpha_section(measurements, budget)
 

@@ -54,6 +54,8 @@ class NeuralDrafter:
         draws all tokens of tasks at once, constrained or not, in place of one pass a token. `among`
         are the ids that the model can draw, if they are few of its vocabulary.
         """
+        if among is not None:  # so that each draw of a proposal is as wide, whatever is beside it
+            support = min(support, len(among))
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
         # Padding of either embedding is never proposed.
         self.shared_vocab = min(vocab_size, target_vocab_size)

@@ -48,7 +48,7 @@ def copy_model(corpus: RewritingCorpus, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_every_kind_of_drafter_is_measured_and_has_a_remark() -> None:
-    configs = drafter_configs(Path("tables"), Path("head"))
+    configs = drafter_configs(Path("tables"), Path("eagle"), Path("dflash"))
     kinds = {
         config_from_keys(
             {"draft.path": "x", **keys} if keys["draft.kind"] == "heads" else keys

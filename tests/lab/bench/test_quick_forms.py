@@ -67,6 +67,7 @@ ELSEWHERE = {
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
     "tests.chaos.network": "tests/chaos/test_network.py",
     "tests.conformance.agent": "tests/conformance/test_agent.py",
+    "tests.conformance.suites": "tests/conformance/test_suites.py: three tests of each suite",
 }
 """Commands whose tiny form another test runs."""
 NO_TINY_FORM = {

