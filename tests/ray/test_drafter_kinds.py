@@ -15,6 +15,7 @@ from specserve.cluster.launch import handle
 from specserve.cluster.placement import bundles, engine_deployments
 from specserve.config.tree import DEMO, Config, config_from_keys
 from tests.support.checkpoints import ENCODER_DECODERS, add_tokenizer, perturb, write
+from tests.support.dflash_drafts import DFlashSizes, write_z_lab
 from tests.support.ray_server import SharedServe
 
 KEYS: dict[str, Any] = {"cache.pages": 64, "speculation.gamma": 3}
@@ -25,6 +26,10 @@ RANKS = {"target-0", "target-1"}
 # They compute the bits of one rank, which the texts are compared with.
 TWO_RANKS: dict[str, object] = {"tensor_parallel": 2, "degree_invariant": True}
 T5 = "encoder-decoder-apart"
+DFLASH = "dflash-together-with-the-first-of-two-ranks"
+DFLASH_SIZES = DFlashSizes(
+    hidden_size=256, target_hidden_size=256, vocab_size=4096, taps=(4, 6), mask_token=1
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,12 @@ def t5_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, perturb(target, root / "draft", 0.02)
 
 
+@pytest.fixture(scope="module")
+def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a draft of the demo target, with random weights and the target's embedding and head."""
+    return write_z_lab(tmp_path_factory.mktemp("dflash") / "draft", DFLASH_SIZES)
+
+
 @dataclass(frozen=True)
 class Server:
     """One application with a model for each kind of drafter."""
@@ -102,9 +113,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(shared_serve: SharedServe, t5_pair: tuple[Path, Path]) -> Iterator[Server]:
+def server(shared_serve: SharedServe, t5_pair: tuple[Path, Path], dflash: Path) -> Iterator[Server]:
     target, draft = ({"path": str(path), "dtype": "float32"} for path in t5_pair)
-    kinds = {**KINDS, T5: Kind({**draft, "placement": "apart"}, {"target-0", "draft"}, target)}
+    kinds = {
+        **KINDS,
+        T5: Kind({**draft, "placement": "apart"}, {"target-0", "draft"}, target),
+        DFLASH: Kind({"kind": "dflash", "path": str(dflash)}, RANKS, TWO_RANKS),
+    }
     models = [
         {
             "name": name,
@@ -152,3 +167,13 @@ def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
     texts, reports = server.answers(T5)
     assert texts == plain_texts({"target.path": str(t5_pair[0]), "target.dtype": "float32"})
     assert all(one["lossless"] for one in reports)
+
+
+def test_a_dflash_draft_beside_two_ranks_has_the_whole_vocabulary_head(
+    server: Server, expected: list[str]
+) -> None:
+    """Check that it drafts, though what random weights draft is not accepted."""
+    texts, reports = server.answers(DFLASH)
+    assert texts == expected
+    assert server.workers(DFLASH) == RANKS
+    assert all(int(str(one["drafted"])) > 0 for one in reports)
