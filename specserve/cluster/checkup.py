@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specserve.cluster import haproxy
 from specserve.cluster.cluster_address import running_clusters
 from specserve.cluster.placement import (
     NodeResources,
@@ -39,6 +40,7 @@ class Checkup:
     proxy_trouble: str  # why it cannot be used
     proxy_ports: Mapping[str, int]  # that the environment sets, by its variables
     uses_proxy: bool = True
+    splices: bool = False  # for want of the command that switches it off
     moves_draft: bool = False  # into the target's process, for want of a GPU for it
 
 
@@ -63,6 +65,7 @@ def check(config: Config, *, num_gpus: int, join: str | None) -> Checkup:
         trouble,
         {name: int(os.environ[name]) for name in PROXY_PORTS if name in os.environ},
         uses_proxy,
+        haproxy.BINARY_PATH not in os.environ and haproxy.find_command() is None,
         refusal is None
         and with_drafts_that_fit(config, num_gpus=resources.get("GPU", 0.0)) != config,
     )

@@ -9,12 +9,18 @@ switches splicing off, so Serve is given this command as its HAProxy.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
-from pathlib import Path
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
-COMMAND = Path(sysconfig.get_path("scripts")) / "specserve-haproxy"
+COMMAND = "specserve-haproxy"
+
+
+def find_command() -> str | None:
+    """Return the path of the command, or None where specserve is not installed but on the path."""
+    directories = (sysconfig.get_path("scripts"), *os.get_exec_path())
+    return shutil.which(COMMAND, path=os.pathsep.join(directories))
 
 
 def entry() -> None:

@@ -354,10 +354,10 @@ def test_no_pin_asks_for_a_build_of_one_index() -> None:
 
 def test_the_image_starts_ray_with_our_haproxy_and_headers_in_any_encoding() -> None:
     assert f"ENV {HA_PROXY}=1" in _text("deploy/Dockerfile")
-    assert f"{haproxy.BINARY_PATH}=/home/ray/anaconda3/bin/{haproxy.COMMAND.name}" in _text(
+    assert f"{haproxy.BINARY_PATH}=/home/ray/anaconda3/bin/{haproxy.COMMAND}" in _text(
         "deploy/Dockerfile"
     )
-    starts = f"{haproxy.BINARY_PATH}=$(command -v {haproxy.COMMAND.name})"
+    starts = f"{haproxy.BINARY_PATH}=$(command -v {haproxy.COMMAND})"
     assert starts in _text("docs/guides/deploying.md")
     setting = f"{header_encoding.SETTING}={header_encoding.IMPORT_PATH}"
     assert setting in _text("deploy/Dockerfile")

@@ -413,6 +413,8 @@ def test_what_ray_says_becomes_findings() -> None:
     assert {finding.grade for finding in [*cluster.ray(WELL), *cluster.proxy(WELL)]} == {Grade.OK}
     *_, place = cluster.ray(replace(WELL, moves_draft=True))
     assert place.found.endswith("means together, as the cluster has no GPU for a draft apart")
+    splicing = only(cluster.proxy(replace(WELL, splices=True)), Grade.WARN)
+    assert "specserve-haproxy is missing" in splicing.found
 
 
 def test_a_check_that_fails_is_a_finding_and_not_a_traceback() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specserve.cluster import haproxy
 from specserve.cluster.checkup import Checkup
 from specserve.cluster.placement import FEW_GPUS
-from specserve.tools.doctor.findings import Finding, bad, ok
+from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
 
 def ray(found: Checkup) -> Iterator[Finding]:
@@ -42,6 +43,13 @@ def proxy(found: Checkup) -> Iterator[Finding]:
             found.proxy_trouble,
             "install `ray[serve]`, which brings it, or set RAY_SERVE_ENABLE_HA_PROXY=0 and do with "
             "Serve's own proxy",
+        )
+    elif found.splices:
+        yield warn(
+            "HAProxy",
+            f"{found.proxy}; {haproxy.COMMAND} is missing, so a client that leaves before an "
+            "answer in one piece may not be noticed",
+            "install specserve with pip, which brings the command",
         )
     else:
         yield ok("HAProxy", found.proxy)
