@@ -26,7 +26,7 @@ from docs._build.configuration import all_keys
 from specserve.cli import arguments, config_options
 from specserve.cli import main as cli
 from specserve.config.features import part
-from specserve.config.tree import config_from_keys
+from specserve.config.tree import config_from_keys, parse_override
 from tests.support import pages as guide
 from tests.support.llm_configs import llm_config
 from tests.support.pages import DOCS, ROOT, Block, Command
@@ -288,6 +288,15 @@ def test_every_key_that_is_named_exists(page: str) -> None:
             assert key in known | branches or key.endswith((".py", ".md", ".json", ".yaml")), (
                 f"{page} names {key}"
             )
+
+
+@every_page
+def test_every_value_that_is_named_with_its_key_is_taken(page: str) -> None:
+    known = {key.name for key in all_keys()}
+    for span in guide.spans(guide.page(page)):
+        given = re.fullmatch(r"(?:--set )?([a-z_.]+)=\S+", span)
+        if given is not None and given[1] in known:
+            config_from_keys(dict([parse_override(span.removeprefix("--set "))]))
 
 
 def test_every_page_has_its_place_in_the_navigation() -> None:
