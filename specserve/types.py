@@ -5,7 +5,7 @@ Everything is frozen. Knows no torch, Ray or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -394,6 +394,8 @@ class ModelInfo:
     runs_ahead: bool = False  # plain rounds do not wait for the host
     # Why a text may depend on what else is served; None: it does not.
     irreproducible: str | None = None
+    # Parameters of requests that say nothing else, as the checkpoint recommends them.
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 class Target(Protocol):

@@ -22,7 +22,7 @@ def parse_sampling(
     body: GenerationBody, served: ServedModel, best_of: BestOf | None, *, default_max_tokens: int
 ) -> Sampling:
     """Return the parameters of a body; raise BadValue for those that the model cannot honour."""
-    given = {
+    given = dict(served.sampling_defaults) | {
         name: value for name in FLAT_FIELDS if (value := getattr(body, name, None)) is not None
     }
     if body.cache_prompt is False and body.cache_salt is None:

@@ -107,7 +107,9 @@ class GenerationBody(Body):
         "0 goes with echo or prompt_logprobs: nothing is written.",
     )
     max_completion_tokens: int | None = Field(None, description="Another name for max_tokens.")
-    temperature: float | None = Field(None, description="0 is greedy.")
+    temperature: float | None = Field(
+        None, description="0 is greedy. Left out, it is what the model recommends, or 1."
+    )
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 and -1 are off.")
     min_p: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from specserve.config.tree import Config
@@ -25,6 +25,8 @@ class ServedModel:
         False  # if so, a prompt is encoder input and the text does not continue it
     )
     note: str | None = None  # what must be known of it
+    # of requests that say nothing else, by name
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, *, created: int) -> ServedModel:
@@ -37,6 +39,7 @@ class ServedModel:
             max_gamma=config.speculation.max_gamma,
             is_encoder_decoder=info.decoder_start is not None,
             note=config.demo.note,
+            sampling_defaults=info.sampling_defaults,
         )
 
     @property

@@ -130,7 +130,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="tokens to write at most"
     )
-    parser.add_argument("--temperature", type=float, default=1, metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 is greedy; the model's own, or 1, by default",
+    )
     parser.add_argument(
         "--seed", type=int, metavar="S", help="makes the text repeatable; by default it is not"
     )

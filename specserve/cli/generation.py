@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specserve.cli.parser import BadUsage
 from specserve.cli.start import quick_start
 from specserve.config.tree import Config
 from specserve.progress import ProgressBar
-from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
     from specserve.api.continuation import OutputDelta
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 def generate_text(
     read_prompt: Callable[[Checkpoints], tuple[int, ...]],
-    sampling: Sampling,
+    given: Mapping[str, Any],
     config: Config,
     trace: Path | None,
     write: Callable[[str], None],
 ) -> tuple[Output, float]:
     """Write the text as it comes; return the output, and the seconds of all but loading.
 
-    `read_prompt` gets the files of the models before they are loaded.
+    `read_prompt` gets the files of the models before they are loaded. What of the sampling is not
+    `given` is as the model recommends it.
     """
     prompt: list[int] = []
     if trace is not None:
@@ -46,7 +47,7 @@ def generate_text(
         llm = LLM.from_config(config, journal, bar, lambda files: prompt.extend(read_prompt(files)))
     with llm:
         start = time.perf_counter()
-        output = _written(llm.stream(prompt, sampling), write)
+        output = _written(llm.stream(prompt, replace(llm.default_sampling, **given)), write)
         seconds = time.perf_counter() - start
     if trace is not None and journal is not None:
         trace.write_text(json.dumps(journal.trace()))

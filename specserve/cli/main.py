@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -74,12 +74,13 @@ def run_command(parser: Parser, command: Command, arguments: Sequence[str] | Non
 
 def generate(options: argparse.Namespace) -> None:
     """Generate text for one prompt in this process."""
-    sampling = Sampling(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        speculation={"gamma": options.gamma, "verifier": options.verifier},
-    )
+    given: dict[str, Any] = {
+        "max_tokens": options.max_tokens,
+        "seed": options.seed,
+        "speculation": {"gamma": options.gamma, "verifier": options.verifier},
+        **({} if options.temperature is None else {"temperature": options.temperature}),
+    }
+    sampling = Sampling(**given)  # which refuses what cannot be
     check_text(options.prompt)
     config = config_from_options(options)
 
@@ -94,7 +95,7 @@ def generate(options: argparse.Namespace) -> None:
         if not options.json:
             print(text, end="", flush=True)
 
-    output, seconds = generate_text(read_prompt, sampling, config, options.trace, write)
+    output, seconds = generate_text(read_prompt, given, config, options.trace, write)
     print(json.dumps(_json_output(output), indent=2) if options.json else "")
     _note(summary(output, seconds))
 

@@ -84,6 +84,8 @@ class Engine:
         freeze_objects()
         log.info("engine %s is ready: %s", self._replica, self._group.places)
         log.info("draft.placement: %s", self._group.draft_placement)
+        if recommended := self._group.info.sampling_defaults:
+            log.info("requests that do not say otherwise are sampled by %s", recommended)
 
     async def generate(
         self, request: Request, number: int, address: Address

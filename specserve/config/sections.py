@@ -70,6 +70,8 @@ class TargetConfig:
     device: str = setting("auto", device_name())
     threads: int | None = setting(None, integer(1, 1024))  # of a CPU; None: torch's own choice
     attention: str = setting("auto", choice(*ATTENTION))
+    # of requests that say nothing else: what the checkpoint recommends, or none of that
+    sampling_defaults: str = setting("model", choice("model", "none"))
     label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place it
 
 

@@ -82,6 +82,11 @@ class LLM:
         llm.engine = LocalEngine(parts, config, journal)
         return llm
 
+    @property
+    def default_sampling(self) -> Sampling:
+        """The parameters of calls without any: what the target's checkpoint recommends."""
+        return self.engine.default_sampling
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -95,9 +100,10 @@ class LLM:
         is raised. `progress` draws a bar on stderr.
         """
         given = _prompt_list(prompts)
+        samplings = _sampling_list(self.engine, sampling, len(given))
         pending = [
             continuation
-            for prompt, own in zip(given, _sampling_list(sampling, len(given)), strict=True)
+            for prompt, own in zip(given, samplings, strict=True)
             for continuation in self.engine.continuations(prompt, own)
         ]
         with ProgressBar(sys.stderr, keeps=True) if progress else nullcontext(no_progress) as bar:
@@ -186,9 +192,9 @@ def _prompt_list(prompts: object) -> Sequence[object]:
     return [given] if given and all(map(is_id, given)) else given
 
 
-def _sampling_list(sampling: object, count: int) -> Sequence[Sampling]:
+def _sampling_list(engine: LocalEngine, sampling: object, count: int) -> Sequence[Sampling]:
     if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * count
+        return [sampling or engine.default_sampling] * count
     given = items_of(sampling)
     if given is None or not all(isinstance(one, Sampling) for one in given):
         raise BadValue(
@@ -201,7 +207,7 @@ def _sampling_list(sampling: object, count: int) -> Sequence[Sampling]:
 
 def single(engine: LocalEngine, prompt: Prompt, sampling: Sampling | None) -> list[PendingOutput]:
     """Return the one continuation of a stream. Raises for a faulty prompt, and for `n` above 1."""
-    own = _sampling_list(sampling, 1)[0]
+    own = _sampling_list(engine, sampling, 1)[0]
     if own.n != 1:
         raise BadValue(f"a stream is one continuation, and n is {own.n}", param="n")
     pending = engine.continuations(prompt, own)

@@ -62,6 +62,9 @@ class LocalEngine:
         self, parts: EngineParts, config: Config, journal: TraceJournal | None = None
     ) -> None:
         self.tokenizer = parts.tokenizer
+        recommended: Mapping[str, Any] = parts.info.sampling_defaults
+        self.default_sampling = Sampling(**recommended)
+        """The parameters of calls without any."""
         self.adapters = AdapterRegistry.from_config(config.model, config.adapters)
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None

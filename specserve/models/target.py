@@ -21,6 +21,7 @@ from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.adapters import Adapters
 from specserve.models.checkpoints.library import load_tokenizer, read_config
+from specserve.models.checkpoints.recommended_sampling import recommended_sampling
 from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import Model, ModelOptions, open_model, require_context
@@ -302,6 +303,8 @@ def open_target(
     is_first = shard is None or shard.rank == 0
     taps = hidden_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
+    recommends = config.target.sampling_defaults == "model"
+    sampling_defaults = recommended_sampling(checkpoint) if recommends else {}
     opened = open_model(
         checkpoint,
         ModelOptions.from_config(config.target, config),
@@ -315,7 +318,7 @@ def open_target(
         renormaliser_of(device)
         draw_kernel_of(device)
     takes_hidden = returns_hidden or taps is not None
-    info = _describe(opened, runs_ahead=shard is None and not takes_hidden)
+    info = _describe(opened, sampling_defaults, runs_ahead=shard is None and not takes_hidden)
     if not is_first:
         return TargetFollower(opened.runner, info, opened.adapters)
     grammar_compiler = GrammarCompiler.from_tokenizer(
@@ -332,7 +335,9 @@ def open_target(
     )
 
 
-def _describe(opened: Model, *, runs_ahead: bool) -> ModelInfo:
+def _describe(
+    opened: Model, sampling_defaults: Mapping[str, float], *, runs_ahead: bool
+) -> ModelInfo:
     """Return what others know of an open model; it can run ahead only if it is on a GPU."""
     cache, spec = opened.runner.cache, opened.spec
     return ModelInfo(
@@ -348,6 +353,7 @@ def _describe(opened: Model, *, runs_ahead: bool) -> ModelInfo:
         and not spec.is_encoder_decoder
         and opened.adapters is None,
         irreproducible=opened.irreproducible,
+        sampling_defaults=sampling_defaults,
     )
 
 

@@ -26,6 +26,7 @@ CONTRACT = {
         "device",
         "threads",
         "attention",
+        "sampling_defaults",  # beyond the first contract
         "label_selector",
     },
     "draft": {

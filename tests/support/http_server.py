@@ -267,6 +267,7 @@ def app_over(
     max_context: int = CONTEXT,
     vocab_size: int = 4096,
     is_encoder_decoder: bool = False,
+    sampling_defaults: Mapping[str, float] | None = None,
     config: Mapping[str, object] | None = None,
     registry: Registry | None = None,
     tracer: Tracer | None = None,
@@ -279,6 +280,7 @@ def app_over(
         max_gamma=16,
         created=1,
         is_encoder_decoder=is_encoder_decoder,
+        sampling_defaults=sampling_defaults or {},
     )
     settings, registry = config_from_keys({}, config or {}), registry or Registry()
     access = ClientAccess.from_config(settings.http, registry)
@@ -296,6 +298,7 @@ def serving(
     max_context: int = CONTEXT,
     vocab_size: int = 4096,
     is_encoder_decoder: bool = False,
+    sampling_defaults: Mapping[str, float] | None = None,
     config: Mapping[str, object] | None = None,
 ) -> Iterator[RunningServer]:
     """Serve the app in a thread of its own; the options are as for `app_over`."""
@@ -306,6 +309,7 @@ def serving(
         max_context=max_context,
         vocab_size=vocab_size,
         is_encoder_decoder=is_encoder_decoder,
+        sampling_defaults=sampling_defaults,
         config=config,
         registry=registry,
     )

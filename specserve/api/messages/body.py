@@ -175,7 +175,9 @@ class MessagesBody(CountTokensBody):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] = Field(
         description="Thinking included. A text ends where the context does, too."
     )
-    temperature: float | None = Field(None, description="0 is greedy.")
+    temperature: float | None = Field(
+        None, description="0 is greedy. Left out, it is what the model recommends, or 1."
+    )
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 is off.")
     stop_sequences: Texts | None = None

@@ -14,6 +14,7 @@ from specserve.api.response_items.body import ResponsesBody
 from specserve.api.response_items.items import OutputItems
 from specserve.api.responses import ResponseHead
 from specserve.api.tokenizer import Tokenizer
+from specserve.sampling_params import Sampling
 from specserve.types import FinishReason
 
 RESPONSE = ResponseKind("resp_", "response", "response", ChatChoice)
@@ -37,7 +38,7 @@ class ItemsResponse(EventResponse):
             generation, tokenizer, generation_request, head, metrics, log_prompts=log_prompts
         )
         self._items = OutputItems(head.request_id)
-        self._members = _echo(body, head)
+        self._members = _echo(body, generation_request.sampling, head)
         self._status = "in_progress"
         self._number = 0  # of the next event
 
@@ -96,7 +97,7 @@ class ItemsResponse(EventResponse):
         return {"type": "response.failed", "response": self._object("failed", failure)}
 
 
-def _echo(body: ResponsesBody, head: ResponseHead) -> dict[str, object]:
+def _echo(body: ResponsesBody, sampling: Sampling, head: ResponseHead) -> dict[str, object]:
     """Return the members of a response that repeat its request."""
     text = {} if body.text is None else _given(body.text.model_dump(by_alias=True))
     choice = body.tool_choice
@@ -107,8 +108,8 @@ def _echo(body: ResponsesBody, head: ResponseHead) -> dict[str, object]:
         "model": head.model,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "text": {"format": {"type": "text"}, **text},
         "tools": [{"strict": None, "parameters": None} | _tool(tool) for tool in _dumps(body)],
         "tool_choice": choice

@@ -126,7 +126,9 @@ class ResponsesBody(Body):
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(
         None, description="Reasoning included."
     )
-    temperature: float | None = Field(None, description="0 is greedy.")
+    temperature: float | None = Field(
+        None, description="0 is greedy. Left out, it is what the model recommends, or 1."
+    )
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 is off.")
     min_p: float | None = None
