@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from specserve import __version__
+from specserve.cli import training
 from specserve.cli.completion import SHELLS
 from specserve.cli.config_options import add_config
 from specserve.cli.examples import epilog, overview
@@ -67,10 +68,10 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
             "count tables for draft.kind unigram, bigram and max_gram",
         ),
         "plan": (add_plan, "ask theory and memory before anything runs"),
-        "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
-        "eagle": (_add_eagle, "train an EAGLE-3 head for a target, for draft.kind eagle"),
+        "heads": (training.add_heads, "fit heads to a target, for draft.kind heads"),
+        "eagle": (training.add_eagle, "train an EAGLE-3 head for a target, for draft.kind eagle"),
         "dflash": (
-            _add_dflash,
+            training.add_dflash,
             "train a DFlash or DSpark draft for a target, for draft.kind dflash",
         ),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
@@ -139,6 +140,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="makes the text repeatable; by default it is not"
     )
+    _add_drafting(parser)
+    parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what each round did, for Perfetto and python -m specserve.tools.timeline",
+    )
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gamma",
         type=_gamma,
@@ -156,84 +168,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="what drafts: neural, layer_skip, heads, eagle, dflash, bigram, unigram, max_gram, "
         "prompt_copy, random or none; by default neural if there is a draft",
     )
-    parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write what each round did, for Perfetto and python -m specserve.tools.timeline",
-    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     _add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
-
-
-def _add_heads(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser)
-    parser.add_argument(
-        "--heads", type=int, default=4, metavar="N", help="tokens that are drafted at once"
-    )
-
-
-def _add_eagle(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser)
-    parser.add_argument(
-        "--draft-vocab",
-        type=int,
-        metavar="N",
-        help="most frequent tokens of the texts that the head can draft (32,000, or all)",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on training the head that is in --out"
-    )
-
-
-def _add_dflash(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser)
-    parser.add_argument(
-        "--layers", type=int, default=2, metavar="N", help="layers of the draft; 2 by default"
-    )
-    parser.add_argument(
-        "--block",
-        type=int,
-        default=8,
-        metavar="N",
-        help="rows of a block, from which up to N - 1 tokens are drafted (DSpark: N); 8 by default",
-    )
-    parser.add_argument(
-        "--markov-rank",
-        type=int,
-        default=0,
-        metavar="N",
-        help="rank of a Markov head, with which it is a DSpark draft; 0, the default: none",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Add what every training on a target's own distribution takes."""
-    parser.add_argument(
-        "--target", required=True, metavar="M", help="a local directory or a hub name"
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="UTF-8 text of the kind that the target will write",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=10,
-        metavar="N",
-        help="duration of the training, after the texts have been read",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; torch's by default")
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The command line: one function per command, and the only module that prints.
+"""The command line: one function per command. It and `training` alone print.
 
 Exit codes: 0 done, 2 bad usage or config, 1 failure.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from specserve.cli import training
 from specserve.cli.arguments import KEY_LIMITS, build_parser
 from specserve.cli.completion import script
 from specserve.cli.config_options import config_from_options, draft_notice
@@ -22,7 +23,6 @@ from specserve.cli.generation import generate_text
 from specserve.cli.parser import BadUsage, Parser
 from specserve.cli.prompt import check_length, check_text, prompt_ids, summary
 from specserve.cli.start import INTERRUPTED, quick_exit
-from specserve.config.features import part
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.progress import ProgressBar
 from specserve.sampling_params import Sampling
@@ -154,53 +154,6 @@ def tables(options: argparse.Namespace) -> None:
     print(summary)
 
 
-def heads(options: argparse.Namespace) -> None:
-    """Train draft heads for a target."""
-    fit = part("eagle.train_heads:fit")
-    out, sizes = (
-        options.out,
-        {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads},
-    )
-    with ProgressBar(sys.stderr) as bar:
-        summary = fit(options.target, options.text, out, **sizes, report_progress=bar)
-    print(summary)
-
-
-def eagle(options: argparse.Namespace) -> None:
-    """Train an EAGLE-3 head for a target."""
-    train = part("eagle.train:train")
-    with ProgressBar(sys.stderr) as bar:
-        summary = train(
-            options.target,
-            options.text,
-            options.out,
-            minutes=options.minutes,
-            draft_vocab=options.draft_vocab,
-            resume=options.resume,
-            threads=options.threads,
-            report_progress=bar,
-        )
-    print(summary)
-
-
-def dflash(options: argparse.Namespace) -> None:
-    """Train a DFlash or DSpark draft for a target."""
-    train = part("eagle.dflash.train:train")
-    with ProgressBar(sys.stderr) as bar:
-        summary = train(
-            options.target,
-            options.text,
-            options.out,
-            num_layers=options.layers,
-            block_size=options.block,
-            markov_rank=options.markov_rank,
-            minutes=options.minutes,
-            threads=options.threads,
-            report_progress=bar,
-        )
-    print(summary)
-
-
 def inflate(options: argparse.Namespace) -> None:
     """Write a widened copy of a model."""
     # Late: torch takes seconds to import, and --help and bad usage do not need it.
@@ -274,9 +227,9 @@ COMMANDS: Mapping[str, Command] = {
     "bench": bench,
     "tables": tables,
     "plan": plan,
-    "heads": heads,
-    "eagle": eagle,
-    "dflash": dflash,
+    "heads": training.heads,
+    "eagle": training.eagle,
+    "dflash": training.dflash,
     "inflate": inflate,
     "quantize": quantize,
     "keys": keys,

@@ -303,8 +303,7 @@ def open_target(
     is_first = shard is None or shard.rank == 0
     taps = hidden_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
-    recommends = config.target.sampling_defaults == "model"
-    sampling_defaults = recommended_sampling(checkpoint) if recommends else {}
+    sampling_defaults = _sampling_defaults(checkpoint, config)
     opened = open_model(
         checkpoint,
         ModelOptions.from_config(config.target, config),
@@ -333,6 +332,10 @@ def open_target(
         grammar_compiler=grammar_compiler,
         adapters=opened.adapters,
     )
+
+
+def _sampling_defaults(checkpoint: Path, config: Config) -> Mapping[str, float]:
+    return recommended_sampling(checkpoint) if config.target.sampling_defaults == "model" else {}
 
 
 def _describe(

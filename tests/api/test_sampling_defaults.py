@@ -1,4 +1,4 @@
-"""What a model recommends holds for requests that do not say otherwise, in each protocol."""
+"""The sampling that a model recommends holds for requests that do not say otherwise."""
 
 from __future__ import annotations
 

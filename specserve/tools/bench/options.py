@@ -107,6 +107,13 @@ class BenchOptions:
 
 def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int | str]) -> None:
     """Add the options of the command; `gamma` parses a number or `auto`."""
+    _add_server(parser)
+    _add_load(parser)
+    _add_sampling(parser, gamma)
+    _add_results(parser)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--url",
@@ -119,6 +126,10 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         metavar="NAME",
         help="model to load, or an adapter; the server's first by default",
     )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency",
@@ -154,6 +165,10 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         help="each prompt is a user's message; the default where the server says that the model "
         "has a chat template",
     )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, gamma: Callable[[str], int | str]) -> None:
+    add = parser.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default")
     add(
         "--seed",
@@ -173,6 +188,10 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         default=True,
         help="every request generates --max-tokens; the default",
     )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--warm-up",
         type=int,

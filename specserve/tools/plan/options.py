@@ -91,6 +91,18 @@ def _filled(stage: CascadeStage, place: int) -> CascadeStage:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    _add_models(parser)
+    _add_assumptions(parser)
+    _add_room(parser)
+    _add_measurement(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the factors; PNG, SVG or PDF by its ending"
+    )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         metavar="M",
@@ -108,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DRAFT_QUANTIZE,
         help="round the draft's weights as they are read, as draft.quantize does",
     )
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alpha", type=share, metavar="A", help="how often a draft token is accepted, 0 to 1"
     )
@@ -135,6 +150,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a cascade, from the largest draft to the smallest: how often the target accepts its "
         "tokens, then each stage above it, and its cost",
     )
+
+
+def _add_room(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         nargs="+",
@@ -159,6 +177,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="for pages, of what is free beside the weights; by default the engine's",
     )
+
+
+def _add_measurement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="run both models on --text, and measure alpha and c"
     )
@@ -173,10 +194,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="of a CPU; torch's by default"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the factors; PNG, SVG or PDF by its ending"
     )
 
 
