@@ -50,7 +50,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    cache = session.config.cache
+    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None and session.config.getoption("--record-seconds"):
         for file, seconds in SECONDS.items():
             cache.set(f"seconds/{file}", seconds)

@@ -25,6 +25,7 @@ from specserve.config.hub_models import CHECKPOINT_REMEDY
 from specserve.config.tree import Config
 from specserve.errors import AdapterError, ModelNotFound, TooLittleMemory, Unavailable
 from specserve.host_memory import available_memory
+from specserve.models.checkpoints.generation_config import sampling_defaults
 from specserve.models.checkpoints.gguf.files import find_gguf
 from specserve.models.checkpoints.gguf.opening import open_gguf
 from specserve.models.plans import require_even_heads
@@ -96,6 +97,7 @@ def require_possible_here(config: Config) -> None:
                 _local_directory(model.path)  # raises for a GGUF file that cannot be opened
         for name, path in part.adapters.paths.items():
             _require_adapter(name, path)
+        sampling_defaults(_local_directory(part.target.path), part.target)
         described = _described(part.target.path)
         if isinstance(heads := described.get("num_attention_heads"), int):
             require_even_heads(heads, part.target.tensor_parallel)

@@ -20,8 +20,8 @@ from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.adapters import Adapters
+from specserve.models.checkpoints.generation_config import sampling_defaults
 from specserve.models.checkpoints.library import load_tokenizer, read_config
-from specserve.models.checkpoints.recommended_sampling import recommended_sampling
 from specserve.models.gpu.run_ahead import RunAhead
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import Model, ModelOptions, open_model, require_context
@@ -303,7 +303,7 @@ def open_target(
     is_first = shard is None or shard.rank == 0
     taps = hidden_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
-    sampling_defaults = _sampling_defaults(checkpoint, config)
+    recommended = sampling_defaults(checkpoint, config.target)
     opened = open_model(
         checkpoint,
         ModelOptions.from_config(config.target, config),
@@ -317,7 +317,7 @@ def open_target(
         renormaliser_of(device)
         draw_kernel_of(device)
     takes_hidden = returns_hidden or taps is not None
-    info = _describe(opened, sampling_defaults, runs_ahead=shard is None and not takes_hidden)
+    info = _describe(opened, recommended, runs_ahead=shard is None and not takes_hidden)
     if not is_first:
         return TargetFollower(opened.runner, info, opened.adapters)
     grammar_compiler = GrammarCompiler.from_tokenizer(
@@ -334,13 +334,7 @@ def open_target(
     )
 
 
-def _sampling_defaults(checkpoint: Path, config: Config) -> Mapping[str, float]:
-    return recommended_sampling(checkpoint) if config.target.sampling_defaults == "model" else {}
-
-
-def _describe(
-    opened: Model, sampling_defaults: Mapping[str, float], *, runs_ahead: bool
-) -> ModelInfo:
+def _describe(opened: Model, recommended: Mapping[str, float], *, runs_ahead: bool) -> ModelInfo:
     """Return what others know of an open model; it can run ahead only if it is on a GPU."""
     cache, spec = opened.runner.cache, opened.spec
     return ModelInfo(
@@ -356,7 +350,7 @@ def _describe(
         and not spec.is_encoder_decoder
         and opened.adapters is None,
         irreproducible=opened.irreproducible,
-        sampling_defaults=sampling_defaults,
+        sampling_defaults=recommended,
     )
 
 

@@ -54,6 +54,14 @@ def test_what_cannot_be_served_is_refused_by_its_key(
 
 
 @pytest.mark.usefixtures("no_gpus")
+def test_sampling_that_cannot_be_recommended_is_refused(tmp_path: Path) -> None:
+    target = checkpoints.make("llama", tmp_path / "target")
+    (target / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(SpecserveError, match="temperature must be a number"):
+        require_possible_here(config_from_keys({"target.path": str(target)}))
+
+
+@pytest.mark.usefixtures("no_gpus")
 def test_gguf_files_are_refused_by_what_their_headers_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

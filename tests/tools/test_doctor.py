@@ -267,6 +267,21 @@ def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(targ
     )
 
 
+def test_the_sampling_that_a_target_recommends_is_named(target: Path) -> None:
+    keys = {"target.path": str(target), "draft.kind": "none"}
+
+    def sampling(**stated: object) -> list[Finding]:
+        (target / "generation_config.json").write_text(json.dumps(stated))
+        found = list(models.pair(config_from_keys(keys)))
+        return [finding for finding in found if finding.subject == "target, sampling"]
+
+    assert sampling(eos_token_id=2) == []
+    assert only(sampling(temperature=0.6, top_k=20), Grade.OK).found.startswith(
+        "temperature 0.6, top_k 20, where"
+    )
+    assert "temperature must be a number" in only(sampling(temperature="hot")).found
+
+
 def test_a_gguf_file_is_examined_without_reading_its_weights(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ from specserve.models.checkpoints.decoders import (
     decoder_context,
     is_heterogeneous,
 )
+from specserve.models.checkpoints.generation_config import GENERATION_CONFIG
 from specserve.models.checkpoints.library import (
-    GENERATION_CONFIG,
     generation_value,
     is_encoder_decoder,
 )

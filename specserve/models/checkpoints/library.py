@@ -39,13 +39,13 @@ from specserve.models.checkpoints.decoders import (
     is_heterogeneous,
 )
 from specserve.models.checkpoints.fill import check_complete, wrong_shape
+from specserve.models.checkpoints.generation_config import GENERATION_CONFIG
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.shapes_only import shapes_only
 from specserve.models.checkpoints.sizes import check_numbers, check_sizes
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 
 ENCODER_DECODERS = ("mt5", "t5")
-GENERATION_CONFIG = "generation_config.json"
 UNDECLARED = ("stablelm",)
 """Models that take any registered attention, and do not say so."""
 

@@ -18,12 +18,13 @@ from specserve.config.sections import SELF_SPECULATIVE_KINDS, DraftConfig
 from specserve.config.tree import Config
 from specserve.errors import ModelError
 from specserve.models.checkpoints.find import describe, find_config
+from specserve.models.checkpoints.generation_config import sampling_defaults
 from specserve.models.checkpoints.gguf.tensors import GgufFile
 from specserve.models.checkpoints.tensors import open_file
 from specserve.models.checkpoints.weights import weight_files
 from specserve.models.model import ModelOptions
 from specserve.models.reproducibility import ON_GPU, expected_reason
-from specserve.tools.doctor.findings import Finding, bad, ok, warn
+from specserve.tools.doctor.findings import Finding, bad, guarded, ok, warn
 from specserve.tools.doctor.room import on_gpu
 
 NUM_SHOWN = 5
@@ -52,6 +53,13 @@ def checkpoint(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
             "generation_config.json with the right eos_token_id"
         )
         yield warn(f"{role}, ending", "no generation_config.json", remedy)
+
+
+def sampling(target: Path, config: Config) -> Iterator[Finding]:
+    """Name the sampling that the target recommends."""
+    if recommended := sampling_defaults(target, config.target):
+        stated = ", ".join(f"{name} {value:g}" for name, value in recommended.items())
+        yield ok("target, sampling", f"{stated}, where a request does not say otherwise")
 
 
 def adapters(config: Config) -> Iterator[Finding]:
@@ -202,6 +210,7 @@ def pair(config: Config) -> Iterator[Finding]:
     """Check target and draft, each alone and both together."""
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     yield from checkpoint("target", target, local=Path(config.target.path).exists())
+    yield from guarded("target, sampling", lambda: sampling(target, config))
     if config.demo.note is not None:
         yield ok("demo", config.demo.note)
     text = Tokenizer.load(target)

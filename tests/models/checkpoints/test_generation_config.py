@@ -10,8 +10,9 @@ import pytest
 
 from specserve import LLM, Sampling
 from specserve.cli.main import main
+from specserve.config.sections import TargetConfig
 from specserve.errors import UnsupportedModel
-from specserve.models.checkpoints.recommended_sampling import recommended_sampling
+from specserve.models.checkpoints.generation_config import sampling_defaults
 from tests.support.checkpoints import add_tokenizer, make
 
 SMALL: dict[str, Any] = {"cache.pages": 90, "target.threads": 1}
@@ -26,14 +27,14 @@ def checkpoint(directory: Path, stated: object) -> Path:
 
 
 def test_what_the_file_says_of_sampling_is_read_and_nothing_else(tmp_path: Path) -> None:
-    assert recommended_sampling(tmp_path) == {}
+    assert sampling_defaults(tmp_path, TargetConfig()) == {}
     file = tmp_path / "generation_config.json"
     file.write_text(
         json.dumps(
             {"temperature": 0.6, "top_p": 1, "top_k": None, "do_sample": True, "eos_token_id": 2}
         )
     )
-    assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_p": 1.0}
+    assert sampling_defaults(tmp_path, TargetConfig()) == {"temperature": 0.6, "top_p": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,10 @@ def test_what_the_file_says_of_sampling_is_read_and_nothing_else(tmp_path: Path)
 def test_what_no_request_could_have_is_refused(tmp_path: Path, stated: str, named: str) -> None:
     (tmp_path / "generation_config.json").write_text(stated)
     with pytest.raises(UnsupportedModel, match=named) as refused:
-        recommended_sampling(tmp_path)
+        sampling_defaults(tmp_path, TargetConfig())
     assert "generation_config.json" in str(refused.value)
     assert "target.sampling_defaults" in str(refused.value)
+    assert sampling_defaults(tmp_path, TargetConfig(sampling_defaults="none")) == {}
 
 
 def test_calls_without_sampling_are_as_the_checkpoint_recommends(tmp_path: Path) -> None:

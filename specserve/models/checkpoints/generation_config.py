@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from specserve.config.sections import TargetConfig
 from specserve.errors import BadValue, UnsupportedModel
 from specserve.json_files import read_object
-from specserve.models.checkpoints.library import GENERATION_CONFIG
 from specserve.sampling_params import Sampling
 
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG = "generation_config.json"
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters that change the distribution, and that requests call by the same name."""
 
 
-def recommended_sampling(directory: Path) -> Mapping[str, float]:
-    """Return what the file says of these parameters; nothing if there is none.
+def sampling_defaults(directory: Path, target: TargetConfig) -> Mapping[str, float]:
+    """Return the parameters of requests that do not name them; nothing if none are recommended.
 
-    Raises UnsupportedModel, before any weights are read, for values that no request could have.
+    Raises UnsupportedModel for values that no request could have. Needs no torch.
     """
     path = directory / GENERATION_CONFIG
-    if not path.is_file():
+    if target.sampling_defaults == "none" or not path.is_file():
         return {}
     try:
         stated = read_object(path)
-        values = {name: stated[name] for name in NAMES if stated.get(name) is not None}
+        values = {name: stated[name] for name in RECOMMENDED if stated.get(name) is not None}
         sampling = Sampling(**values)
     except (ValueError, BadValue) as error:
         raise UnsupportedModel(
