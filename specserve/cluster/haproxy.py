@@ -17,6 +17,12 @@ BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 COMMAND = "specserve-haproxy"
 
 
+def settings() -> dict[str, str]:
+    """Return the setting of Serve that names the command, if it is there."""
+    command = find_command()
+    return {} if command is None else {BINARY_PATH: command}
+
+
 def find_command() -> str | None:
     """Return the path of the command, or None where specserve is not installed but on the path."""
     directories = (sysconfig.get_path("scripts"), *os.get_exec_path())

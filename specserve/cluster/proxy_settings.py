@@ -25,9 +25,8 @@ SERVE_SETTINGS = {
     # on a machine that is busy with other work its imports alone take longer than the 5 s set.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     header_encoding.SETTING: header_encoding.IMPORT_PATH,
+    **haproxy.settings(),
 }
-if (command := haproxy.find_command()) is not None:
-    SERVE_SETTINGS[haproxy.BINARY_PATH] = command
 PROXY_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_HAPROXY_STATS_PORT",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from specserve.sampling.noise import Purpose, exponential, row_keys, uniform
 from specserve.sampling.row_draws import draw_from_rows, draw_kernel_of
 from specserve.sampling.truncation import by_sorting, renormaliser_of, top_k_top_p
 from specserve.types import Step, Warp
+from tests.gpu.folders import new_folder
 from tests.gpu.random_models import LLAMA_1B, TINY, VOCAB, find_attention, load_shapes, open_random
 from tests.gpu.sections import Results, Scale, Section
 from tests.gpu.timing import counted_waits
@@ -38,7 +38,7 @@ TOO_FAR = 1e-2
 
 @cache
 def checkpoint(kind: str) -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="specserve-gpu-")) / kind
+    directory = new_folder() / kind
     configs = {**checkpoints.CONFIGS, **checkpoints.ENCODER_DECODERS}
     return checkpoints.write(configs[kind](), directory)
 

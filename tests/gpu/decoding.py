@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from specserve.demo.corpus import held_out_prompts
 from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
 from specserve.types import Speculation
+from tests.gpu.folders import new_folder
 from tests.gpu.sections import Results, Scale, Section
 from tests.gpu.true_shapes import LLAMA_1B, LLAMA_8B, Shape, write_shape
 
@@ -56,7 +56,7 @@ DRAFTED = [
 @cache
 def pair(is_small: bool, device: torch.device) -> tuple[Path, Path]:
     """Return target and draft, which are written once."""
-    folder = Path(tempfile.mkdtemp(prefix="specserve-gpu-"))
+    folder = new_folder()
     target, draft = (SMALL, SMALL) if is_small else (LLAMA_8B, LLAMA_1B)
     return (
         write_shape(DEMO / "target", target, folder / "target", device),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from specserve.demo.corpus import held_out_prompts
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
+from tests.gpu.folders import new_folder
 from tests.gpu.sections import Results, Scale, Section
 
 PARAMS, SMALL_PARAMS = 1_500_000_000, 7_000_000
@@ -32,7 +32,7 @@ class TextRun:
 
 @cache
 def widened(params: int) -> Path:
-    target = Path(tempfile.mkdtemp(prefix="specserve-gpu-")) / "target"
+    target = new_folder() / "target"
     inflate(DEMO / "target", params, target)
     return target
 
