@@ -110,7 +110,8 @@ MEANINGS: Mapping[str, str] = {
     "on GPUs it is `flashinfer` where it is installed and right, else `sdpa`.",
     "target.sampling_defaults": "`model`: requests that do not name a temperature, `top_p`, "
     "`top_k`, `min_p` or `repetition_penalty` have that of the checkpoint's "
-    "generation_config.json, where it has one. `none`: they are sampled as the model writes.",
+    "generation_config.json, where it has one. `none`: they are sampled at temperature 1, from "
+    "all tokens.",
     "target.label_selector": "Labels that a node must have for Ray to place ranks there.",
     "draft.placement": "`together`: in the target's process, on its device; `apart`: on one "
     "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere, "

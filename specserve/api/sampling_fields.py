@@ -68,12 +68,18 @@ def max_tokens_of(body: GenerationBody, default: int) -> int:
 
 def _check_repeat_last_n(body: GenerationBody, sampling: Sampling) -> None:
     """Raise BadValue for penalties on a part of the text; they look at all of it."""
-    has_penalties = (
-        sampling.repetition_penalty != 1
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-    )
-    if body.repeat_last_n not in (None, -1) and has_penalties:
+    given = [
+        f"{name} {value:g}"
+        for name, off in (
+            ("repetition_penalty", 1),
+            ("presence_penalty", 0),
+            ("frequency_penalty", 0),
+        )
+        if (value := getattr(sampling, name)) != off
+    ]
+    if body.repeat_last_n not in (None, -1) and given:
         raise BadValue(
-            "repeat_last_n must be -1: penalties look at the whole text", param="repeat_last_n"
+            "repeat_last_n must be -1: penalties look at the whole text, and of them there is "
+            f"{', '.join(given)}, sent or recommended by the model",
+            param="repeat_last_n",
         )

@@ -83,46 +83,36 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def heads(options: argparse.Namespace) -> None:
     """Train draft heads for a target."""
-    fit = part("eagle.train_heads:fit")
-    out, sizes = (
-        options.out,
-        {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads},
-    )
-    with ProgressBar(sys.stderr) as bar:
-        summary = fit(options.target, options.text, out, **sizes, report_progress=bar)
-    print(summary)
+    _train("eagle.train_heads:fit", options, num_heads=options.heads)
 
 
 def eagle(options: argparse.Namespace) -> None:
     """Train an EAGLE-3 head for a target."""
-    train = part("eagle.train:train")
-    with ProgressBar(sys.stderr) as bar:
-        summary = train(
-            options.target,
-            options.text,
-            options.out,
-            minutes=options.minutes,
-            draft_vocab=options.draft_vocab,
-            resume=options.resume,
-            threads=options.threads,
-            report_progress=bar,
-        )
-    print(summary)
+    own = {"draft_vocab": options.draft_vocab, "resume": options.resume}
+    _train("eagle.train:train", options, **own)
 
 
 def dflash(options: argparse.Namespace) -> None:
     """Train a DFlash or DSpark draft for a target."""
-    train = part("eagle.dflash.train:train")
+    own = {
+        "num_layers": options.layers,
+        "block_size": options.block,
+        "markov_rank": options.markov_rank,
+    }
+    _train("eagle.dflash.train:train", options, **own)
+
+
+def _train(name: str, options: argparse.Namespace, **own: object) -> None:
+    """Call a feature's training with what all take and with its own options; print its summary."""
+    train = part(name)
     with ProgressBar(sys.stderr) as bar:
         summary = train(
             options.target,
             options.text,
             options.out,
-            num_layers=options.layers,
-            block_size=options.block,
-            markov_rank=options.markov_rank,
             minutes=options.minutes,
             threads=options.threads,
             report_progress=bar,
+            **own,
         )
     print(summary)

@@ -97,7 +97,7 @@ def require_possible_here(config: Config) -> None:
                 _local_directory(model.path)  # raises for a GGUF file that cannot be opened
         for name, path in part.adapters.paths.items():
             _require_adapter(name, path)
-        sampling_defaults(_local_directory(part.target.path), part.target)
+        sampling_defaults(_local_directory(part.target.path), part.target)  # raises for bad values
         described = _described(part.target.path)
         if isinstance(heads := described.get("num_attention_heads"), int):
             require_even_heads(heads, part.target.tensor_parallel)

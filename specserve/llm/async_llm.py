@@ -50,11 +50,6 @@ class AsyncLLM:
         self._engine = llm.engine
         self._rounds = RoundThread(llm.engine)
 
-    @property
-    def default_sampling(self) -> Sampling:
-        """The parameters of calls without any: what the target's checkpoint recommends."""
-        return self._engine.default_sampling
-
     async def stream(
         self, prompt: Prompt, sampling: Sampling | None = None
     ) -> AsyncGenerator[OutputDelta, None]:

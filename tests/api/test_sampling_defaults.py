@@ -48,6 +48,14 @@ def test_what_a_request_names_is_the_request_s(server: RunningServer, path: str)
     assert (warp.temperature, warp.top_p, warp.top_k, warp.min_p) == (0, 0.5, 0, 0.01)
 
 
+def test_a_recommended_penalty_is_named_where_it_is_in_the_way(server: RunningServer) -> None:
+    body = {"prompt": "hi", "repeat_last_n": 64}
+    reply = server.ask("/v1/completions", body)
+    assert reply.status == 400
+    assert b"there is repetition_penalty 1.05, sent or recommended by the model" in reply.body
+    assert server.ask("/v1/completions", body | {"repetition_penalty": 1}).status == 200
+
+
 def test_a_response_says_with_what_it_was_sampled(server: RunningServer) -> None:
     stated = json.loads(server.ask("/v1/responses", {"input": "hi", "top_p": 0.5}).body)
     assert (stated["temperature"], stated["top_p"]) == (0.6, 0.5)

@@ -25,9 +25,12 @@ def sampling_defaults(directory: Path, target: TargetConfig) -> Mapping[str, flo
         return {}
     try:
         stated = read_object(path)
-        values = {name: stated[name] for name in RECOMMENDED if stated.get(name) is not None}
+    except ValueError as error:
+        raise UnsupportedModel(f"{directory}: {error}") from error
+    values = {name: stated[name] for name in RECOMMENDED if stated.get(name) is not None}
+    try:
         sampling = Sampling(**values)
-    except (ValueError, BadValue) as error:
+    except BadValue as error:
         raise UnsupportedModel(
             f"{directory} recommends sampling that cannot be: {error} ({GENERATION_CONFIG}); "
             "correct it, or set target.sampling_defaults to none"

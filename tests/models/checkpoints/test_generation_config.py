@@ -43,8 +43,6 @@ def test_what_the_file_says_of_sampling_is_read_and_nothing_else(tmp_path: Path)
         ('{"temperature": "hot"}', "temperature"),
         ('{"top_p": 0}', "top_p"),
         ('{"top_k": 1.5}', "top_k"),
-        ('["temperature"]', "is a list"),
-        ('{"temperature": ', "is no JSON"),
     ],
 )
 def test_what_no_request_could_have_is_refused(tmp_path: Path, stated: str, named: str) -> None:
@@ -56,13 +54,23 @@ def test_what_no_request_could_have_is_refused(tmp_path: Path, stated: str, name
     assert sampling_defaults(tmp_path, TargetConfig(sampling_defaults="none")) == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "named"), [('["temperature"]', "is a list"), ('{"temperature": ', "is no JSON")]
+)
+def test_a_file_that_is_no_object_is_refused_by_its_name(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=rf"{tmp_path}: generation_config\.json {named}"):
+        sampling_defaults(tmp_path, TargetConfig())
+
+
 def test_calls_without_sampling_are_as_the_checkpoint_recommends(tmp_path: Path) -> None:
     target = checkpoint(tmp_path / "target", {"temperature": 0, "repetition_penalty": 1.5})
     with LLM(target, **SMALL) as llm:
         recommended = Sampling(temperature=0, repetition_penalty=1.5)
         assert llm.default_sampling == recommended
-        first, again, same = llm.generate(["ab"] * 3, [llm.default_sampling] * 2 + [recommended])
-        assert llm.generate("ab")[0].text == first.text == again.text == same.text
+        assert llm.generate("ab")[0].text == llm.generate("ab", recommended)[0].text
     with LLM(target, **SMALL, **{"target.sampling_defaults": "none"}) as llm:
         assert llm.default_sampling == Sampling()
 
