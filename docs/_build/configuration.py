@@ -147,6 +147,8 @@ MEANINGS: Mapping[str, str] = {
     "`max_devices` the fewest.",
     "draft.pool.max_devices": "Most drafts in the pool, which grows and shrinks with its load. The "
     "default is `draft.pool.devices`: their number is fixed.",
+    "draft.pool.devices_per_engine": "Number of devices that draft for one engine, each for some "
+    "of its sequences: for those that begin with what its cache holds.",
     "draft.pool.target_busy": "Share of its time that a draft of a pool should work for; above, "
     "the pool grows.",
     "draft.pool.targets": "Largest number of engines that share them. The default is "
@@ -187,7 +189,7 @@ MEANINGS: Mapping[str, str] = {
     "default is in `/dev/shm`, which is memory.",
     "weights.kernel": "Linear layers on CPUs, and attention with them: `compiled` for the "
     "processor, which needs AVX-512 with bf16 and `specserve[cpu]`, or oneDNN's. `auto` is "
-    "`compiled` where it runs, unless the processor has AMX.",
+    "`compiled` where it runs.",
     "adapters.paths": "Directories of adapters by name: low-rank adapters (LoRA) of the target in "
     "PEFT's layout ([adapters](../guides/adapters.md)). Each must lie there on every node of the "
     "target, and on those of gateways.",

@@ -203,6 +203,11 @@ def _checked(study: StudyConfig) -> StudyConfig:
             "find searches for replicas with devices of their own, and config.draft.pool shares "
             "drafts; leave one out, and compare pools by sweep.replicas"
         )
+    if study.config.draft.pool.devices_per_engine > 1:
+        raise ConfigError(
+            "a simulated engine drafts on one device; leave config.draft.pool.devices_per_engine "
+            "out"
+        )
     if study.config.draft.pool.max_devices is not None:
         raise ConfigError(
             "a simulated pool keeps config.draft.pool.devices; leave "

@@ -73,7 +73,7 @@ class Engine:
             replica=self._replica,
             emit=self._emit,
             on_displaced=self._replies.end,
-            join=None if pool is None else part("draft_pools.link:joining")(pool),
+            joins=() if pool is None else part("draft_pools.link:joining")(pool, config.draft.pool),
         )
         self._coordinator, self._group = (
             self._running_engine.coordinator,

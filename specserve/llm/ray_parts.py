@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.engine.group import WorkerGroup
-from specserve.cluster.engine.remote import RemoteDrafter
 from specserve.cluster.node_resources import cluster_resources
 from specserve.cluster.placement import Bundle, bundles, with_drafts_that_fit
 from specserve.cluster.ray_session import (
@@ -92,7 +91,7 @@ def open_parts_on_ray(
         report_progress("starting the workers")
         group = loop.run(WorkerGroup.start(config, bundles(fitted, has_gpus=num_gpus > 0)))
         opening.callback(lambda: loop.run(group.close()))
-        is_remote = isinstance(group.drafter, RemoteDrafter)
+        is_remote = bool(group.remote_drafters)
         return EngineParts(
             tokenizer,
             group.target,

@@ -87,3 +87,38 @@ def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_no
         until(lambda: sum(readings(url, "pool_engines")) == 2)
         assert sum(readings(url, "pool_rounds_total")) > 0
         assert sum(readings(url, "request_failure_total")) == 0
+
+
+def test_two_devices_draft_for_one_engine_and_texts_stay_when_one_is_killed(
+    shared_serve: SharedServe,
+) -> None:
+    pool = {"name": "both", "devices": 2, "devices_per_engine": 2}
+    keys = {
+        "target": {"path": str(DEMO / "target"), "threads": 1},
+        "draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": pool},
+        "speculation.gamma": 4,
+        "cache.pages": 256,
+    }
+    with shared_serve.served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
+        until(lambda: readings(url, "pool_engines") == [1.0, 1.0])
+
+        def texts() -> list[tuple[str, int]]:
+            return list(clients.map(lambda prompt: complete(url, config.model, prompt), PROMPTS))
+
+        expected = texts()
+        assert all(drafted for _, drafted in expected)
+        places = handle(config, "Engine").places.remote().result(timeout_s=PATIENCE_S)
+        assert sorted(places) == ["draft-0", "draft-1", "target-0"]
+        assert places["draft-0"].pid != places["draft-1"].pid
+        os.kill(places["draft-1"].pid, signal.SIGKILL)
+        for _ in range(2):
+            assert [text for text, _ in texts()] == [text for text, _ in expected]
+        until(lambda: readings(url, "pool_engines") == [1.0, 1.0])
+        until(
+            lambda: (
+                "draft-1" in handle(config, "Engine").places.remote().result(timeout_s=PATIENCE_S)
+            )
+        )
+        again = texts()
+        assert all(drafted for _, drafted in again)
+        assert [text for text, _ in again] == [text for text, _ in expected]

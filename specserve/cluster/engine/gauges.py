@@ -6,7 +6,6 @@ import time
 
 from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.engine.pass_watch import RankTimes
-from specserve.cluster.engine.remote import PushedProposals
 from specserve.engine import Coordinator
 from specserve.engine.first_tokens import FirstTokenRecord
 from specserve.metrics import Registry
@@ -42,18 +41,12 @@ class Gauges:
             "kv_cache_usage_perc", group.target.pages_used / group.info.num_pages, "target"
         )
         busy = {"target": group.target.busy_seconds}
-        if (
-            group.draft_worker is not None
-            and group.drafter is not None
-            and not isinstance(group.drafter, PushedProposals)
-        ):
-            if group.draft_worker.ready.num_pages:
-                self._set_both(
-                    "kv_cache_usage_perc",
-                    group.drafter.pages_used / group.draft_worker.ready.num_pages,
-                    "draft",
-                )
-            busy["draft"] = group.drafter.busy_seconds
+        if group.draft_workers:
+            drafters = group.remote_drafters
+            if num_pages := sum(worker.ready.num_pages for worker in group.draft_workers):
+                pages_used = sum(drafter.pages_used for drafter in drafters)
+                self._set_both("kv_cache_usage_perc", pages_used / num_pages, "draft")
+            busy["draft"] = sum(drafter.busy_seconds for drafter in drafters) / len(drafters)
         now = time.monotonic()
         elapsed, self._last_time = max(now - self._last_time, 1e-9), now
         self._set_busy_fraction(busy, elapsed)

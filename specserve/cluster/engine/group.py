@@ -39,18 +39,20 @@ from specserve.cluster.placement import (
 )
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
+from specserve.config.features import part
 from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent
 from specserve.errors import DeviceFault, VersionMismatch, WorkerLost
-from specserve.types import Curve, ModelInfo
+from specserve.types import Curve, Drafter, ModelInfo, Request
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReportEvent = Callable[[DeviceEvent], None]
+Expect = Callable[[int, Request], None]
 TARGET, DRAFT = "target", "draft"
 JOIN_PATIENCE_S = 120.0
 """Time that an engine waits for a shared drafter when it starts."""
@@ -70,11 +72,11 @@ class WorkerGroup:
         keys: KeyPair,
         report: ReportExchange | None,
         report_event: ReportEvent | None,
-        join: Join | None = None,
+        joins: Sequence[Join] = (),
     ) -> None:
         config = with_devices(config, wanted)
-        self._join = join
-        if join is not None:
+        self._joins = joins
+        if joins:
             config = replace(config, draft=DraftConfig(kind="none"))  # the ranks know of none
         self._config = with_draft_placement(config, wanted)
         self._draft_config, self._wanted, self._keys = config, wanted, keys
@@ -86,7 +88,9 @@ class WorkerGroup:
             relay=self._relay,
             watch=PassWatch(**self._watch_options(TARGET)),
         )
-        self.drafter: RemoteDrafter | PushedProposals | None = None
+        self.drafter: Drafter | None = None
+        self.remote_drafters: tuple[RemoteDrafter, ...] = ()  # it, or its parts, on other devices
+        self.expect: Expect | None = None  # what is to be called with each new request
         self.choice: PlacementChoice | None = None  # if the draft's placement was measured
         self.supervisors: tuple[WorkerSupervisor, ...] = ()
         self.draft_context: int | None = None
@@ -101,14 +105,14 @@ class WorkerGroup:
         wanted: Sequence[Bundle],
         report: ReportExchange | None = None,
         report_event: ReportEvent | None = None,
-        join: Join | None = None,
+        joins: Sequence[Join] = (),
     ) -> WorkerGroup:
         """Start all workers and load their models; report every exchange, and what devices do.
 
-        With `join` the drafter is a shared one. Raises the error of the first worker that failed,
-        after killing all workers.
+        With `joins` the drafters are shared ones, one for each. Raises the error of the first
+        worker that failed, after killing all workers.
         """
-        group = cls(config, wanted, KeyPair.generate(), report, report_event, join)
+        group = cls(config, wanted, KeyPair.generate(), report, report_event, joins)
         # The drafter's process starts while the ranks load their weights.
         drafter = None
         if group._config.draft.may_be_apart:
@@ -117,11 +121,11 @@ class WorkerGroup:
         try:
             ranks = await group._open_first_ranks()
             group.info = _model_info(ranks)
-            drafters: Workers = ()
+            drafters: Sequence[Workers] = ()
             if group._settle_placement(ranks) and drafter is not None:
-                drafters = await group._open_first_drafter(await drafter)
-            elif join is not None:
-                drafters = await group._join_first_drafter()
+                drafters = (await group._open_first_drafter(await drafter),)
+            elif joins:
+                drafters = await group._join_first_drafters()
             elif drafter is not None:
                 group._hosts.kill(await drafter)
         except BaseException:
@@ -145,11 +149,16 @@ class WorkerGroup:
         elif draft.kind != "none" and not draft.may_be_apart:
             draft = replace(draft, placement=TOGETHER)
         self._config = replace(self._config, draft=draft)
-        if self._join is not None:
+        if self._joins:
             # The times of its batches depend on other engines, so none counts as slow.
-            self.drafter = RemoteDrafter(
-                deadline_s=self._config.faults.round_deadline_s, report=self._report
+            self.remote_drafters = tuple(
+                RemoteDrafter(deadline_s=self._config.faults.round_deadline_s, report=self._report)
+                for _ in self._joins
             )
+            self.drafter = self.remote_drafters[0]
+            if len(self._joins) > 1:
+                split = part("draft_pools.split:SplitDrafter")(self.remote_drafters)
+                self.drafter, self.expect = split, split.expect
         if draft.kind == "none":
             return False
         if draft.placement == TOGETHER:
@@ -163,6 +172,7 @@ class WorkerGroup:
             relay=self._relay,
             watch=DraftWatch(**self._watch_options(DRAFT)),
         )
+        self.remote_drafters = (self.drafter,)
         return True
 
     @property
@@ -175,8 +185,9 @@ class WorkerGroup:
         """Say where the draft lives, and why if that was measured; None without a draft."""
         if self.drafter is None:
             return None
-        if self._join is not None:
-            return f"apart, in the pool {self._draft_config.draft.pool.name}"
+        if self._joins:
+            devices = "" if len(self._joins) == 1 else f"{len(self._joins)} devices of "
+            return f"apart, in {devices}the pool {self._draft_config.draft.pool.name}"
         if self.choice is not None:
             return self.choice.reason
         placement = self._config.draft.placement
@@ -190,8 +201,8 @@ class WorkerGroup:
         return tuple(worker for supervisor in self.supervisors for worker in supervisor.workers)
 
     @property
-    def draft_worker(self) -> Worker | None:
-        return next(iter(self._workers_of(DRAFT)), None)
+    def draft_workers(self) -> Workers:
+        return tuple(worker for worker in self.workers if worker.role != TARGET)
 
     @property
     def troubles(self) -> dict[str, str]:
@@ -239,8 +250,7 @@ class WorkerGroup:
         """Place of each worker, by target-0, target-1, ..., draft."""
         ranks = self._workers_of(TARGET)
         places = {f"target-{number}": rank.ready.place for number, rank in enumerate(ranks)}
-        draft = self.draft_worker
-        return places if draft is None else places | {"draft": draft.ready.place}
+        return places | {draft.role: draft.ready.place for draft in self.draft_workers}
 
     async def close(self) -> None:
         """Stop the workers and close their links."""
@@ -270,7 +280,7 @@ class WorkerGroup:
     def _workers_of(self, role: str) -> Workers:
         return tuple(worker for worker in self.workers if worker.role == role)
 
-    def _supervise(self, ranks: Workers, drafters: Workers) -> None:
+    def _supervise(self, ranks: Workers, drafters: Sequence[Workers]) -> None:
         """Create the supervisors.
 
         A drafter is restarted any number of times. A target that cannot be restarted gives way to
@@ -293,17 +303,20 @@ class WorkerGroup:
                 on_failure=self._record_loss,
             ),
         )
-        if drafters:
-            self.draft_context = drafters[0].ready.context
-        if isinstance(self.drafter, RemoteDrafter):
+        contexts = [worker.ready.context for workers in drafters for worker in workers]
+        if contexts:
+            self.draft_context = min(contexts)
+        for number, (workers, remote) in enumerate(
+            zip(drafters, self.remote_drafters, strict=True)
+        ):
             self.supervisors += (
                 WorkerSupervisor(
-                    DRAFT,
-                    drafters,
-                    self.drafter,
-                    self._restart_drafter if self._join is None else self._join_drafter,
+                    self._draft_role(number),
+                    workers,
+                    remote,
+                    partial(self._join_drafter, number) if self._joins else self._restart_drafter,
                     max_restarts=None,
-                    on_failure=self._record_loss if self._join is None else None,
+                    on_failure=None if self._joins else self._record_loss,
                 ),
             )
 
@@ -349,14 +362,19 @@ class WorkerGroup:
     async def _restart_drafter(self) -> Workers:
         return await self._open_drafter(await self._start_drafter())
 
-    async def _join_drafter(self) -> Workers:
-        assert self._join is not None
-        return await self._join(DRAFT, self.info)
+    def _draft_role(self, number: int) -> str:
+        return DRAFT if len(self.remote_drafters) == 1 else f"{DRAFT}-{number}"
 
-    async def _join_first_drafter(self) -> Workers:
+    async def _join_drafter(self, number: int) -> Workers:
+        return await self._joins[number](self._draft_role(number), self.info)
+
+    async def _join_first_drafters(self) -> Sequence[Workers]:
+        return await asyncio.gather(*map(self._join_first_drafter, range(len(self._joins))))
+
+    async def _join_first_drafter(self, number: int) -> Workers:
         """Join; go on without a drafter after some time, since it may be about to be replaced."""
         try:
-            return await asyncio.wait_for(self._join_drafter(), JOIN_PATIENCE_S)
+            return await asyncio.wait_for(self._join_drafter(number), JOIN_PATIENCE_S)
         except (WorkerLost, VersionMismatch, TimeoutError):
             log.warning(
                 "the draft pool is away; rounds go on without draft tokens until it is back"

@@ -227,6 +227,11 @@ class RemoteDrafter:
         self.busy_seconds = 0.0
         self.pages_used = 0
 
+    @property
+    def is_away(self) -> bool:
+        """True while no worker is attached."""
+        return self._worker is None
+
     def attach(self, workers: Sequence[Client]) -> None:
         """Use this worker from now on. Its KV cache is empty."""
         (self._worker,) = workers

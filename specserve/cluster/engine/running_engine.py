@@ -16,7 +16,6 @@ from specserve.cluster.engine.group import WorkerGroup
 from specserve.cluster.engine.health import EngineHealth
 from specserve.cluster.engine.node_drain import DrainWatch
 from specserve.cluster.engine.records import EngineRecords
-from specserve.cluster.engine.remote import RemoteDrafter
 from specserve.cluster.engine.supervisor import Join
 from specserve.cluster.placement import Bundle
 from specserve.config.tree import Config
@@ -69,18 +68,18 @@ class RunningEngine:
         replica: str,
         emit: Emit,
         on_displaced: Displace,
-        join: Join | None = None,
+        joins: Sequence[Join] = (),
     ) -> RunningEngine:
         """Start the workers and begin with rounds.
 
         `emit` gets the chunks of each round, `on_displaced` the id of a waiting sequence that gives
-        its place to another client's, and the error that it ends with. `join` links to a shared
-        drafter.
+        its place to another client's, and the error that it ends with. `joins` link to shared
+        drafters.
         """
         started_at, registry = time.monotonic(), Registry()
         records = EngineRecords(registry, replica=replica, started=lambda: _started(coordinator))
         group = await WorkerGroup.start(
-            config, wanted, records.record_exchange, records.journal.record_event, join
+            config, wanted, records.record_exchange, records.journal.record_event, joins
         )
         target_s = config.replicas.target_ttft_s
         if target_s is not None:
@@ -99,6 +98,8 @@ class RunningEngine:
     def submit(self, request: Request) -> int:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
         seq_id = self.coordinator.submit(request)
+        if self.group.expect is not None:
+            self.group.expect(seq_id, request)
         load = self.coordinator.scheduler.num_sequences
         self.records.begin(seq_id, request, load=load)
         return seq_id
@@ -147,6 +148,6 @@ def _coordinator(
         draft_context=group.draft_context,
         report=records.record_round,
         drafts_prompts=group.drafts_prompts,
-        remote_workers=isinstance(group.drafter, RemoteDrafter),
+        remote_workers=bool(group.remote_drafters),
         on_displaced=displace,
     )

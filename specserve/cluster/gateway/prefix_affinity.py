@@ -1,4 +1,4 @@
-"""Choice of an engine by the prompts that engines have computed, and by how busy they are.
+"""Choice of an engine, or a draft, by the prompts that each has computed, and by how busy it is.
 
 Knows token ids and names of engines; no Ray, and no pages: what an engine has cached is inferred
 from what was sent to it, and a mistake costs time.

@@ -65,11 +65,17 @@ def check_pool_size(pool: PoolConfig, most_engines: int, *, of: str = "replicas.
             f"draft.pool.max_devices {pool.max_devices} is below draft.pool.devices "
             f"{pool.devices}; leave it out, or raise it"
         )
-    if pool.most_devices > num_engines:
+    if pool.devices_per_engine > pool.devices:
+        raise ConfigError(
+            f"draft.pool.devices_per_engine {pool.devices_per_engine} is above draft.pool.devices "
+            f"{pool.devices}; lower it, or raise that"
+        )
+    if pool.most_devices > num_engines * pool.devices_per_engine:
         key = "devices" if pool.max_devices is None else "max_devices"
         raise ConfigError(
             f"draft.pool.{key} {pool.most_devices} is above the number of engines, {num_engines}, "
-            "and each drafts on one; lower it, or leave draft.pool out for a draft each"
+            f"and each drafts on {pool.devices_per_engine}; lower it, raise "
+            "draft.pool.devices_per_engine, or leave draft.pool out for a draft each"
         )
 
 

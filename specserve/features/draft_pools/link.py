@@ -18,6 +18,7 @@ from specserve.cluster.engine.supervisor import Join, Worker, Workers
 from specserve.cluster.engine.worker_host import WorkerReady
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
+from specserve.config.pool import PoolConfig
 from specserve.errors import SpecserveError, WorkerLost, first_line
 from specserve.types import ModelInfo
 from specserve.wire.version import Versioned
@@ -37,9 +38,10 @@ Membership = Callable[[JoiningEngine], AsyncIterator[WorkerReady]]
 """Joins a pool: yields when it is open, and again to ask for a move; lasts as long as the pool."""
 
 
-def joining(pool: Any) -> Join:
-    """Return how an engine joins the pool of this Serve handle."""
-    return partial(join_pool, pool.join.options(stream=True).remote)
+def joining(pool: Any, config: PoolConfig) -> tuple[Join, ...]:
+    """Return how an engine joins each of its devices in the pool of this Serve handle."""
+    devices = EngineDevices(pool.join.options(stream=True).remote)
+    return (devices.join,) * config.devices_per_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class PoolLink(Worker):
 
     run_call: asyncio.Task[None]
 
+    @property
+    def is_member(self) -> bool:
+        """False once the pool has ended or the engine has begun to leave it."""
+        return not (self.run_call.done() or self.run_call.cancelling())
+
     def stop(self) -> None:
         """Leave the pool."""
         self.run_call.cancel()
@@ -61,7 +68,27 @@ class PoolLink(Worker):
         self.run_call.cancel()
 
 
-async def join_pool(join: Membership, role: str, target: ModelInfo) -> Workers:
+class EngineDevices:
+    """The devices of a pool that draft for one engine, each by a membership of its own."""
+
+    def __init__(self, join: Membership) -> None:
+        self._join = join
+        self._joined: list[PoolLink] = []
+        self._one_at_a_time = asyncio.Lock()  # Serve counts a call once it has sent it
+
+    async def join(self, role: str, target: ModelInfo) -> Workers:
+        """Join another device of the pool; raise WorkerLost if there is none at present."""
+        async with self._one_at_a_time:
+            link = await join_pool(self._join, role, target)
+            self._joined = [one for one in self._joined if one.is_member]
+            if any(link.ready.place == other.ready.place for other in self._joined):
+                link.kill()
+                raise WorkerLost("no other device of the draft pool has room at present")
+            self._joined.append(link)
+            return (link,)
+
+
+async def join_pool(join: Membership, role: str, target: ModelInfo) -> PoolLink:
     """Join a pool and link to it; raise WorkerLost, or what the pool refuses with."""
     keys = KeyPair.generate()
     exchange = asyncio.Event()
@@ -87,7 +114,7 @@ async def join_pool(join: Membership, role: str, target: ModelInfo) -> Workers:
     except BaseException:
         membership.cancel()
         raise
-    return (PoolLink(role, client, ready, membership, exchange),)
+    return PoolLink(role, client, ready, membership, exchange)
 
 
 async def _stay(members: AsyncIterator[WorkerReady], exchange: asyncio.Event) -> None:

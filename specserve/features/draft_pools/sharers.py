@@ -49,7 +49,8 @@ def shared_draft_config(sharers: Sequence[Config]) -> Config:
 def engines_per_draft(config: Config) -> int:
     """Return the number of engines that one device of a model's pool drafts for at most."""
     pool = config.draft.pool
-    return -(-max(pool.targets or 0, config.replicas.max) // pool.devices)
+    num_engines = max(pool.targets or 0, config.replicas.max)
+    return -(-num_engines * pool.devices_per_engine // pool.devices)
 
 
 def pool_bundles(config: Config, *, has_gpus: bool, at_most: bool = False) -> tuple[Bundle, ...]:

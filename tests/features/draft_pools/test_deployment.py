@@ -46,6 +46,14 @@ POOL = {"draft.pool.name": "shared", "replicas.min": 2, "replicas.max": 2}
             {**POOL, "draft.pool.devices": 2, "draft.pool.max_devices": 1},
             "draft.pool.max_devices 1 is below draft.pool.devices 2",
         ),
+        (
+            {**POOL, "draft.pool.devices_per_engine": 2},
+            "draft.pool.devices_per_engine 2 is above draft.pool.devices 1; lower it",
+        ),
+        (
+            {**POOL, "draft.pool": {"name": "a", "devices": 5, "devices_per_engine": 2}},
+            "devices 5 is above the number of engines, 2, and each drafts on 2; lower it",
+        ),
         ({**POOL, "draft.pool.target_busy": 0}, "draft.pool.target_busy"),
     ],
 )
@@ -63,6 +71,10 @@ def pooled(**keys: object) -> Config:
 def test_a_device_has_room_for_all_engines_that_it_drafts_for() -> None:
     config = pooled(**{"replicas.max": 5, "draft.pool.devices": 2, "cache.pages": 100})
     assert engines_per_draft(config) == 3
+    on_both = pooled(
+        **{"replicas.max": 5, "draft.pool.devices": 2, "draft.pool.devices_per_engine": 2}
+    )
+    assert engines_per_draft(on_both) == 5
     own = pool_draft_config(config, has_gpu=False)
     assert (own.cache.pages, own.limits.max_running) == (300, 3 * config.limits.max_running)
     assert own.draft.device == "cpu"

@@ -26,7 +26,8 @@ from specserve.drafters.registry import OpenDrafter
 from specserve.errors import ConfigError, OutOfPages, WorkerLost
 from specserve.features.draft_pools import link as pool_link
 from specserve.features.draft_pools import worker as pool_worker
-from specserve.features.draft_pools.link import JoiningEngine, join_pool
+from specserve.features.draft_pools.link import EngineDevices, JoiningEngine
+from specserve.features.draft_pools.split import SplitDrafter
 from specserve.features.draft_pools.worker import PoolWorker
 from specserve.llm.inprocess import LocalTarget
 from specserve.models.model import open_model
@@ -113,7 +114,7 @@ class Pool:
         members = worker.membership(engine.public_key, engine.target)
         async with aclosing(members) as membership:
             async for opened in membership:
-                place = WorkerPlace("here", 1, opened.device, ())
+                place = WorkerPlace("here", id(worker), opened.device, ())
                 yield WorkerReady(worker.address, place, opened.context, opened.num_pages)
 
 
@@ -127,15 +128,15 @@ def pool_of(models: Models, *, pages: int = 400, max_places: int = 64) -> Iterat
 
 
 class PooledEngine:
-    """A target and a coordinator in this process, with a link to a pool."""
+    """A target and a coordinator in this process, with links to devices of a pool."""
 
-    def __init__(self, models: Models, number: int) -> None:
+    def __init__(self, models: Models, number: int, *, devices: int = 1) -> None:
         self._target = load_target(models.targets[number], model_options())
-        self.drafter = RemoteDrafter(deadline_s=PATIENCE_S)
+        self.drafters = [RemoteDrafter(deadline_s=PATIENCE_S) for _ in range(devices)]
         self.answers: dict[int, Answer] = {}
         self.coordinator = open_coordinator(
             LocalTarget(self._target),
-            self.drafter,
+            self.drafters[0] if devices == 1 else SplitDrafter(self.drafters),
             info=self._target.info,
             emit=self._receive,
             remote_workers=True,
@@ -145,12 +146,16 @@ class PooledEngine:
             self.answers[self.coordinator.submit(request)] = Answer()
 
     async def connect(self, pool: Any) -> None:
-        async def start() -> Any:
-            return await join_pool(pool.join, "draft", self._target.info)
+        devices = EngineDevices(pool.join)
+        self.supervisors = []
+        for drafter in self.drafters:
+            start = partial(devices.join, "draft", self._target.info)
+            self.supervisors.append(
+                WorkerSupervisor("draft", await start(), drafter, start, max_restarts=None)
+            )
 
-        self.supervisor = WorkerSupervisor(
-            "draft", await start(), self.drafter, start, max_restarts=None
-        )
+    async def close(self) -> None:
+        await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
 
     async def run(self, while_: Callable[[], bool] = lambda: True) -> None:
         """Run rounds as long as there is work and the condition holds."""
@@ -163,7 +168,7 @@ class PooledEngine:
         await self.run(lambda: self.coordinator.num_rounds < stop)
 
     def has_restarted(self, times: int) -> bool:
-        return self.supervisor.num_restarts == times
+        return self.supervisors[0].num_restarts == times
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
@@ -216,7 +221,7 @@ def test_engines_of_two_targets_with_the_same_ids_that_share_a_pool_write_what_e
             for engine in engines:
                 await engine.connect(pool)
             await asyncio.gather(*(engine.run() for engine in engines))
-            await asyncio.gather(*(engine.supervisor.close() for engine in engines))
+            await asyncio.gather(*(engine.close() for engine in engines))
             await until(lambda: pool.worker.num_engines == 0)
 
         run(main())
@@ -245,10 +250,66 @@ def test_a_pool_that_dies_and_returns_loses_nothing_and_drafts_again(models: Mod
                 await engine.connect(pool)
             await asyncio.gather(run_beside_deaths(engines[0]), engines[1].run())
             assert pool.worker.num_rounds, "the last pool has drafted"
-            await asyncio.gather(*(engine.supervisor.close() for engine in engines))
+            await asyncio.gather(*(engine.close() for engine in engines))
 
         run(main())
         assert [engine.texts for engine in engines] == models.texts
+
+
+class PoolOfTwo:
+    """A pool that lets each engine join the device with fewer members, as Serve does."""
+
+    def __init__(self, *devices: Pool) -> None:
+        self.devices = devices
+
+    async def join(self, joining: JoiningEngine) -> AsyncGenerator[WorkerReady]:
+        device = min(self.devices, key=lambda each: each.worker.num_engines)
+        async with aclosing(device.join(joining)) as members:
+            async for ready in members:
+                yield ready
+
+
+def test_an_engine_on_two_devices_drafts_on_both_and_goes_on_with_one_when_the_other_dies(
+    models: Models,
+) -> None:
+    with pool_of(models) as first, pool_of(models) as second:
+        engine = PooledEngine(models, 0, devices=2)
+
+        async def main() -> None:
+            await engine.connect(PoolOfTwo(first, second))
+            assert (first.worker.num_engines, second.worker.num_engines) == (1, 1)
+            await engine.run(lambda: min(first.worker.num_rounds, second.worker.num_rounds) < 3)
+            assert engine.coordinator.has_work, "both have drafted"
+            await asyncio.to_thread(second.stop)
+            await until(lambda: engine.drafters[1].is_away)
+            before = first.worker.num_rounds
+            await engine.run(lambda: first.worker.num_rounds < before + 3)
+            assert engine.coordinator.has_work, "the one that is left drafts"
+            second.start()
+            await until(lambda: second.worker.num_engines == 1)
+            await engine.run()
+            await engine.close()
+            await until(lambda: first.worker.num_engines + second.worker.num_engines == 0)
+
+        run(main())
+        assert engine.texts == models.texts[0]
+
+
+def test_an_engine_is_no_member_of_one_device_twice(models: Models) -> None:
+    with pool_of(models) as only:
+
+        async def main() -> None:
+            devices = EngineDevices(only.join)
+            (link,) = await devices.join("draft", model_info())
+            with pytest.raises(WorkerLost, match="no other device of the draft pool"):
+                await devices.join("draft", model_info())
+            await until(lambda: only.worker.num_engines == 1)
+            link.kill()
+            (again,) = await devices.join("draft", model_info())
+            again.kill()
+            await until(lambda: only.worker.num_engines == 0)
+
+        run(main())
 
 
 def test_an_engine_that_is_asked_to_move_loses_nothing_and_drafts_on_the_other_device(
@@ -284,8 +345,9 @@ def test_an_engine_that_is_asked_to_move_loses_nothing_and_drafts_on_the_other_d
             assert engine.coordinator.has_work, "it has moved under load"
             await engine.run()
             assert new.worker.num_rounds, "the other device has drafted"
-            assert (engine.supervisor.num_restarts, engine.supervisor.last_loss) == (0, None)
-            await engine.supervisor.close()
+            (supervisor,) = engine.supervisors
+            assert (supervisor.num_restarts, supervisor.last_loss) == (0, None)
+            await engine.close()
             await until(lambda: new.worker.num_engines == 0)
 
         run(main())
@@ -310,7 +372,7 @@ def test_engines_of_a_device_that_is_removed_join_the_other_one(models: Models) 
             await until(lambda: left.worker.num_engines == 1 and engine.has_restarted(1))
             await engine.run()
             assert left.worker.num_rounds
-            await engine.supervisor.close()
+            await engine.close()
 
         run(main())
         assert engine.texts == models.texts[0]

@@ -29,6 +29,7 @@ IN_PROCESS = {
     "lab.bench.pools": (),
     "lab.bench.prompts": (),
     "lab.bench.quantized": (),
+    "lab.bench.split_drafts": (),
     "lab.bench.structured": (),
     "lab.bench.tasks": (),
     "tests.chaos.fuzz": ("--only", "frames", "key_files"),  # all kinds: tests/chaos/test_fuzz.py

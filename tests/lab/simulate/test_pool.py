@@ -82,6 +82,10 @@ def test_a_pool_of_one_engine_is_a_pair() -> None:
             "config: {replicas: {max: 2}, draft: {pool: {name: shared, max_devices: 2}}}",
             "a simulated pool keeps config.draft.pool.devices",
         ),
+        (
+            "config: {draft: {pool: {name: shared, devices: 2, devices_per_engine: 2}}}",
+            "a simulated engine drafts on one device",
+        ),
     ],
 )
 def test_a_study_of_pools_that_lacks_one_says_what_to_write(
