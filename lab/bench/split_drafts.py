@@ -1,7 +1,7 @@
 """One engine on several devices of a draft pool: `python -m lab.bench.split_drafts`.
 
 A real coordinator, links and pool workers, each of these in a process of its own. Devices are
-declared, as those of `lab.bench.pools`; a draft keeps the pages of prompts that it has read. The
+declared, as in `lab.bench.pools`; a draft keeps the pages of prompts that it has read. The
 prompts begin with one of a few prefixes. Sequences go where their prefix is cached, or, beside
 that, to the shorter queue whatever is cached.
 """
@@ -86,7 +86,7 @@ QUICK = ChatLoad(streams=2, requests=4, tokens=8, prefixes=2, prefix_tokens=64)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SplitWay:
     """A number of devices, and what decides on which of them a sequence is drafted."""
 
     name: str
@@ -95,15 +95,15 @@ class Way:
 
 
 WAYS = (
-    Way("one device", 1),
-    Way("two, by queues alone", 2, QueuesAlone),
-    Way("two, by cache and queue", 2),
+    SplitWay("one device", 1),
+    SplitWay("two, by queues alone", 2, QueuesAlone),
+    SplitWay("two, by cache and queue", 2),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one run came to."""
+class SplitTurn:
+    """Result of one run."""
 
     tokens_per_s: float
     read: int  # tokens of prompts that drafts have computed
@@ -193,7 +193,7 @@ def linked(pipe: Connection, info: ModelInfo, stack: ExitStack) -> RemoteDrafter
     return drafter
 
 
-def run(load: ChatLoad, way: Way, draft: LinearPassTime) -> Turn:
+def run(load: ChatLoad, way: SplitWay, draft: LinearPassTime) -> SplitTurn:
     """Complete all requests of a load by one engine."""
     curve = tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64))
     info = ModelInfo(VOCAB, CONTEXT, frozenset(), PAGE_SIZE, PAGES, curve)
@@ -238,7 +238,7 @@ def run(load: ChatLoad, way: Way, draft: LinearPassTime) -> Turn:
         for pipe in pipes:
             pipe.send("read")
         outcomes = [outcome for one in rounds for outcome in one.outcomes]
-        return Turn(
+        return SplitTurn(
             num_tokens / seconds,
             sum(pipe.recv() for pipe in pipes),
             mean(outcome.accepted for outcome in outcomes),
@@ -246,7 +246,7 @@ def run(load: ChatLoad, way: Way, draft: LinearPassTime) -> Turn:
         )
 
 
-Found = Mapping[LinearPassTime, Mapping[Way, Sequence[Turn]]]
+Found = Mapping[LinearPassTime, Mapping[SplitWay, Sequence[SplitTurn]]]
 
 
 def report(found: Found, load: ChatLoad, turns: int) -> Iterator[str]:
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     load, turns = (QUICK, 1) if options.quick else (FULL, options.turns)
-    found: dict[LinearPassTime, dict[Way, list[Turn]]] = {}
+    found: dict[LinearPassTime, dict[SplitWay, list[SplitTurn]]] = {}
     for draft in DRAFTS[:1] if options.quick else DRAFTS:
         found[draft] = {way: [] for way in WAYS}
         for _ in range(turns):

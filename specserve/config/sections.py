@@ -28,6 +28,8 @@ from specserve.types import VERIFIERS
 
 MAX_BATCH_TOKENS = 8192
 """Positions in a pass of the target at most, unless limits.max_batch_tokens says otherwise."""
+MAX_CATCH_UP = 512
+"""Tokens that a drafter which reads prompts after the target prefills at once."""
 ATTENTION = ("auto", "invariant", "sdpa", "flashinfer")
 LINEAR_KERNELS = ("auto", "onednn", "compiled")
 DRAFT_KINDS = (

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from specserve.config.sections import MAX_CATCH_UP
 from specserve.models.cache import PagedCache
 from specserve.types import (
     DraftStep,
@@ -23,8 +24,6 @@ from specserve.types import (
 
 log = logging.getLogger(__name__)
 
-MAX_CATCH_UP = 512
-"""Tokens of one sequence that the drafter prefills at once; the other sequences wait meanwhile."""
 MAX_BACKOFF_PASSES = 256
 """Longest pause of a drafter that fails."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 
+from specserve.config.sections import MAX_CATCH_UP
 from specserve.engine.batch import Batch, BatchEntry
 from specserve.engine.budget import TokenBudget
 from specserve.engine.prefill import distinct_prompts, encoder_inputs, prompt_chunks
@@ -150,7 +151,9 @@ class Scheduler:
         return Batch(
             entries + chunks,
             num_prompt_tokens=num_prompt_tokens,
-            num_caught_up=self._limit_drafter(entries + chunks, limit),
+            num_caught_up=self._limit_drafter(
+                entries + chunks, limit if self._drafts_prompts else max(limit, MAX_CATCH_UP)
+            ),
             awaits_grammars=any(sequence.awaits_grammar for sequence, _ in wanted),
         )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specserve.drafters.after_verify import MAX_CATCH_UP, DraftAfterVerify
+from specserve.config.sections import MAX_CATCH_UP
+from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.errors import OutOfPages
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.config.sections import MAX_CATCH_UP
 from specserve.engine.batch import Batch
 from specserve.engine.budget import TokenBudget
 from specserve.engine.prefill import share
@@ -373,6 +374,17 @@ def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_draft
         seen.append([(len(step.tokens), step.gamma) for step in batch.draft_steps()])
         play(batch)
     assert seen == [[(17, 0)], [(17, 0)], [(8, 4)], [(1, 4)]]
+
+
+def test_a_drafter_that_reads_after_the_target_does_not_read_in_the_target_s_pieces() -> None:
+    schedule = scheduler(max_batch_tokens=16, num_pages=1000, drafts_prompts=False)
+    decoding(schedule, MAX_CATCH_UP + 40)
+    seen = []
+    for _ in range(2):
+        batch = plan(schedule, gamma=4)
+        seen.append([(len(step.tokens), step.gamma) for step in batch.draft_steps()])
+        play(batch)
+    assert seen == [[(MAX_CATCH_UP + 1, 0)], [(40, 4)]]
 
 
 def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budget() -> None:

@@ -66,7 +66,7 @@ class SplitDrafter:
                 await device.release(share)
 
     def _device_of(self, step: DraftStep) -> int:
-        """Return the device of a step. One that begins a sequence anew may choose another."""
+        """Return the device of a step. One that begins again may choose another."""
         number = self._chosen.get(step.seq_id)
         if number is None or (not step.start and self._devices[number].is_away):
             self._leave(step.seq_id)

@@ -23,6 +23,7 @@ IN_PROCESS = {
     "lab.bench.host": (),
     "lab.bench.linears": (),
     "lab.bench.link": (),
+    "lab.bench.long_talk": (),
     "lab.bench.masks": (),
     "lab.bench.neighbours": (),
     "lab.bench.pacer": ("--texts", "json"),
