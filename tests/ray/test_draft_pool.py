@@ -107,6 +107,8 @@ def test_two_devices_draft_for_one_engine_and_texts_stay_when_one_is_killed(
 
         expected = texts()
         assert all(drafted for _, drafted in expected)
+        health = json.loads(get(f"{url}/health"))
+        assert health["draft_placement"] == "apart, in 2 devices of the pool both"
         places = handle(config, "Engine").places.remote().result(timeout_s=PATIENCE_S)
         assert sorted(places) == ["draft-0", "draft-1", "target-0"]
         assert places["draft-0"].pid != places["draft-1"].pid

@@ -75,7 +75,7 @@ class WorkerGroup:
         joins: Sequence[Join] = (),
     ) -> None:
         config = with_devices(config, wanted)
-        self._joins = joins
+        self._joins, self._pool = joins, config.draft.pool.name
         if joins:
             config = replace(config, draft=DraftConfig(kind="none"))  # the ranks know of none
         self._config = with_draft_placement(config, wanted)
@@ -187,7 +187,7 @@ class WorkerGroup:
             return None
         if self._joins:
             devices = "" if len(self._joins) == 1 else f"{len(self._joins)} devices of "
-            return f"apart, in {devices}the pool {self._draft_config.draft.pool.name}"
+            return f"apart, in {devices}the pool {self._pool}"
         if self.choice is not None:
             return self.choice.reason
         placement = self._config.draft.placement
