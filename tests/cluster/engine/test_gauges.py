@@ -30,7 +30,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
     group = SimpleNamespace(
         target=target,
         drafter=drafter,
-        draft_worker=SimpleNamespace(ready=ready),
+        remote_drafters=(drafter,),
+        draft_workers=(SimpleNamespace(ready=ready),),
         info=SimpleNamespace(num_pages=100),
         restarts={"target": 2, "draft": 0},
         avoided_devices={"a device": ()},
@@ -76,7 +77,7 @@ def test_totals_of_others_are_counted_once(parts: tuple[Any, Any, list[float]]) 
 
 def test_without_a_drafter_gamma_is_zero(parts: tuple[Any, Any, list[float]]) -> None:
     coordinator, group, _ = parts
-    group.drafter = group.draft_worker = None
+    group.drafter, group.draft_workers = None, ()
     registry = Registry()
     Gauges(registry, "a1").observe(coordinator, group)
     samples = registry.snapshot().samples
@@ -135,3 +136,21 @@ def test_series_of_an_engine_that_is_gone_go_with_it(parts: tuple[Any, Any, list
     left = render(registry.snapshot().lasting())
     assert "specserve_preemptions_total 5" in left
     assert "a1" not in left
+
+
+def test_the_devices_that_draft_for_an_engine_are_one_role(
+    parts: tuple[Any, Any, list[float]],
+) -> None:
+    coordinator, group, now = parts
+    other = SimpleNamespace(pages_used=15, busy_seconds=0.0)
+    group.remote_drafters += (other,)
+    group.draft_workers *= 2
+    registry = Registry()
+    gauges = Gauges(registry, "a1")
+    gauges.observe(coordinator, group)
+    other.busy_seconds += 3.0
+    now[0] += 2.0
+    gauges.observe(coordinator, group)
+    samples = registry.snapshot().samples
+    assert samples["kv_cache_usage_perc"]["draft",] == (0.2, 1.0)
+    assert samples["device_busy_fraction"]["draft",] == (0.75, 1.0)
