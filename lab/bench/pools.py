@@ -34,13 +34,23 @@ from specserve.config.tree import config_from_keys
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter
 from specserve.engine import Coordinator
+from specserve.engine.batch import Outcome
 from specserve.engine.trace import Round
 from specserve.features.draft_pools.worker import PoolWorker
 from specserve.tools.bench.report import machine
-from specserve.types import Chunk, ModelInfo, Request, Warp
+from specserve.types import Chunk, Drafter, ModelInfo, Request, Warp
 
 VERIFY_S = 0.030
 PAGES, PAGE_SIZE, CONTEXT = 10**6, 16, 4096
+INFO = ModelInfo(
+    VOCAB,
+    CONTEXT,
+    frozenset(),
+    PAGE_SIZE,
+    PAGES,
+    tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64)),
+)
+"""The target of an engine on declared devices."""
 MAX_BUSY = 0.7
 """Share of its time that a pool may draft at the loads where it is to lose little."""
 GOAL = 0.95
@@ -98,7 +108,6 @@ class JoinPool:
     """Asks a draft's process to take an engine whose texts have this seed."""
 
     public_key: bytes
-    info: ModelInfo
     seed: int
 
 
@@ -172,7 +181,7 @@ def serve_draft(pipe: Connection, draft_s: float) -> None:
     thread.start()
     while (asked := pipe.recv()) is not None:
         if isinstance(asked, JoinPool):
-            number = worker.join(asked.public_key, asked.info)
+            number = worker.join(asked.public_key, INFO)
             texts.models[number] = AcceptanceModel(asked.seed, AcceptanceConfig())
             pipe.send(worker.address)
         else:
@@ -181,57 +190,70 @@ def serve_draft(pipe: Connection, draft_s: float) -> None:
     thread.join()
 
 
-def run_engine(pipe: Connection, seed: int, load: PoolLoad) -> None:
-    curve = tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64))
-    info, keys = ModelInfo(VOCAB, CONTEXT, frozenset(), PAGE_SIZE, PAGES, curve), KeyPair.generate()
-    pipe.send(JoinPool(keys.public, info, seed))
-    client, drafter = Client(keys, pipe.recv()), RemoteDrafter(deadline_s=30.0)
-    drafter.attach([client])
-    config = config_from_keys({"limits.max_running": load.streams})
-    num_tokens, rounds = 0, list[Round]()
+class DeclaredEngine:
+    """A real coordinator whose target sleeps, and what it has written."""
 
-    def count(chunks: Sequence[Chunk]) -> None:
-        nonlocal num_tokens
-        num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+    def __init__(self, drafter: Drafter, *, streams: int, seed: int = 0) -> None:
+        config = config_from_keys({"limits.max_running": streams})
+        self.num_tokens = 0
+        self.rounds: list[Round] = []
+        self.coordinator = Coordinator(
+            SimulatedTarget(
+                AcceptanceModel(seed, AcceptanceConfig()),
+                LinearPassTime(fixed=VERIFY_S),
+                link_s=0.0,
+                host=HostConfig(),
+            ),
+            drafter,
+            info=INFO,
+            limits=config.limits,
+            speculation=config.speculation,
+            emit=self._count,
+            report=self.rounds.append,
+            remote_workers=True,
+        )
 
-    coordinator = Coordinator(
-        SimulatedTarget(
-            AcceptanceModel(seed, AcceptanceConfig()),
-            LinearPassTime(fixed=VERIFY_S),
-            link_s=0.0,
-            host=HostConfig(),
-        ),
-        drafter,
-        info=info,
-        limits=config.limits,
-        speculation=config.speculation,
-        emit=count,
-        report=rounds.append,
-        remote_workers=True,
-    )
-
-    async def run() -> float:
+    async def complete(self) -> float:
+        """Complete what was submitted, and return the seconds."""
         begun = time.perf_counter()
-        for _ in range(load.requests):
-            coordinator.submit(
-                Request((0,) * 16, load.tokens, Warp(temperature=0.0), seed=0, ignore_eos=True)
-            )
-        while coordinator.has_work:
-            await coordinator.round()
+        while self.coordinator.has_work:
+            await self.coordinator.round()
         return time.perf_counter() - begun
 
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        return [outcome for one in self.rounds for outcome in one.outcomes]
+
+    @property
+    def draft_ms(self) -> float:
+        """How long rounds waited for their proposals."""
+        return 1e3 * mean(one.drafted_at - one.start for one in self.rounds if one.outcomes)
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
+        self.num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+
+
+def run_engine(pipe: Connection, seed: int, load: PoolLoad) -> None:
+    keys = KeyPair.generate()
+    pipe.send(JoinPool(keys.public, seed))
+    client, drafter = Client(keys, pipe.recv()), RemoteDrafter(deadline_s=30.0)
+    drafter.attach([client])
+    engine = DeclaredEngine(drafter, streams=load.streams, seed=seed)
+    for _ in range(load.requests):
+        engine.coordinator.submit(
+            Request((0,) * 16, load.tokens, Warp(temperature=0.0), seed=0, ignore_eos=True)
+        )
     freeze_objects()
     pipe.send("linked")
     assert pipe.recv() == "go"
-    seconds = asyncio.run(run())
-    assert num_tokens == load.requests * load.tokens
-    outcomes = [outcome for one in rounds for outcome in one.outcomes]
+    seconds = asyncio.run(engine.complete())
+    assert engine.num_tokens == load.requests * load.tokens
     pipe.send(
         EngineSpeed(
-            num_tokens / seconds,
-            mean(outcome.anticipated is True for outcome in outcomes),
-            mean(outcome.accepted for outcome in outcomes),
-            1e3 * mean(one.drafted_at - one.start for one in rounds if one.outcomes),
+            engine.num_tokens / seconds,
+            mean(outcome.anticipated is True for outcome in engine.outcomes),
+            mean(outcome.accepted for outcome in engine.outcomes),
+            engine.draft_ms,
         )
     )
     client.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,15 +22,16 @@ from statistics import mean, median
 from lab.bench.pools import (
     CONTEXT,
     HOST,
+    INFO,
     PAGE_SIZE,
     PAGES,
     VERIFY_S,
+    DeclaredEngine,
     JoinPool,
     SleepingClock,
     started,
 )
-from lab.simulate.acceptance_model import VOCAB, AcceptanceConfig, AcceptanceModel
-from lab.simulate.devices import HostConfig, SimulatedTarget
+from lab.simulate.acceptance_model import AcceptanceConfig, AcceptanceModel
 from lab.simulate.draft_model import SimulatedDraftModel
 from lab.simulate.pass_times import LinearPassTime
 from lab.simulate.pool import EngineTexts
@@ -40,15 +40,12 @@ from specserve.cluster.engine.remote import RemoteDrafter
 from specserve.cluster.gateway.prefix_affinity import EngineState, PrefixAffinity
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
-from specserve.config.tree import config_from_keys
 from specserve.drafters.branches import Fanout
 from specserve.drafters.registry import OpenDrafter
-from specserve.engine import Coordinator
-from specserve.engine.trace import Round
 from specserve.features.draft_pools.split import SplitDrafter
 from specserve.features.draft_pools.worker import PoolWorker
 from specserve.tools.bench.report import machine
-from specserve.types import Chunk, Drafter, DraftStep, ModelInfo, Proposal, Request, Warp
+from specserve.types import DraftStep, Proposal, Request, Warp
 
 DRAFTS = (
     LinearPassTime(fixed=0.001, per_row=0.0001),
@@ -57,7 +54,7 @@ DRAFTS = (
 
 
 class QueuesAlone(PrefixAffinity):
-    """A choice that knows no prompts."""
+    """A choice that knows no prompts, and so not what a second copy of one costs."""
 
     def record(self, name: str, tokens: Sequence[int], salt: bytes, engine: EngineState) -> None:
         pass
@@ -174,7 +171,7 @@ def serve_device(pipe: Connection, draft: LinearPassTime) -> None:
     thread = threading.Thread(target=worker.run)
     thread.start()
     asked: JoinPool = pipe.recv()
-    number = worker.join(asked.public_key, asked.info)
+    number = worker.join(asked.public_key, INFO)
     texts.models[number] = AcceptanceModel(asked.seed, AcceptanceConfig())
     pipe.send(worker.address)
     pipe.recv()
@@ -183,10 +180,10 @@ def serve_device(pipe: Connection, draft: LinearPassTime) -> None:
     thread.join()
 
 
-def linked(pipe: Connection, info: ModelInfo, stack: ExitStack) -> RemoteDrafter:
+def linked(pipe: Connection, stack: ExitStack) -> RemoteDrafter:
     """Return a drafter that is linked to a device."""
     keys = KeyPair.generate()
-    pipe.send(JoinPool(keys.public, info, seed=0))
+    pipe.send(JoinPool(keys.public, seed=0))
     client, drafter = Client(keys, pipe.recv()), RemoteDrafter(deadline_s=30.0)
     stack.callback(client.close)
     drafter.attach([client])
@@ -195,54 +192,23 @@ def linked(pipe: Connection, info: ModelInfo, stack: ExitStack) -> RemoteDrafter
 
 def run(load: ChatLoad, way: SplitWay, draft: LinearPassTime) -> SplitTurn:
     """Complete all requests of a load by one engine."""
-    curve = tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64))
-    info = ModelInfo(VOCAB, CONTEXT, frozenset(), PAGE_SIZE, PAGES, curve)
-    rounds: list[Round] = []
-    num_tokens = 0
-
-    def count(chunks: Sequence[Chunk]) -> None:
-        nonlocal num_tokens
-        num_tokens += sum(len(chunk.tokens) for chunk in chunks)
-
-    async def complete(drafter: Drafter) -> float:
-        config = config_from_keys({"limits.max_running": load.streams})
-        coordinator = Coordinator(
-            SimulatedTarget(
-                AcceptanceModel(0, AcceptanceConfig()),
-                LinearPassTime(fixed=VERIFY_S),
-                link_s=0.0,
-                host=HostConfig(),
-            ),
-            drafter,
-            info=info,
-            limits=config.limits,
-            speculation=config.speculation,
-            emit=count,
-            report=rounds.append,
-            remote_workers=True,
-        )
-        for request in load.asked:
-            seq_id = coordinator.submit(request)
-            if isinstance(drafter, SplitDrafter):
-                drafter.expect(seq_id, request)
-        begun = time.perf_counter()
-        while coordinator.has_work:
-            await coordinator.round()
-        return time.perf_counter() - begun
-
     with ExitStack() as stack:
         pipes = [started(serve_device, stack, draft) for _ in range(way.devices)]
-        drafters = [linked(pipe, info, stack) for pipe in pipes]
-        split = SplitDrafter(drafters, way.choice()) if way.devices > 1 else drafters[0]
-        seconds = asyncio.run(complete(split))
+        drafters = [linked(pipe, stack) for pipe in pipes]
+        split = SplitDrafter(drafters, way.choice()) if way.devices > 1 else None
+        engine = DeclaredEngine(split or drafters[0], streams=load.streams)
+        for request in load.asked:
+            seq_id = engine.coordinator.submit(request)
+            if split is not None:
+                split.expect(seq_id, request)
+        seconds = asyncio.run(engine.complete())
         for pipe in pipes:
             pipe.send("read")
-        outcomes = [outcome for one in rounds for outcome in one.outcomes]
         return SplitTurn(
-            num_tokens / seconds,
+            engine.num_tokens / seconds,
             sum(pipe.recv() for pipe in pipes),
-            mean(outcome.accepted for outcome in outcomes),
-            1e3 * mean(one.drafted_at - one.start for one in rounds if one.outcomes),
+            mean(outcome.accepted for outcome in engine.outcomes),
+            engine.draft_ms,
         )
 
 
