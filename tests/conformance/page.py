@@ -23,9 +23,9 @@ script (`tests/conformance/answers.py`), for what depends on what a model says: 
 structured answers, agents. guidellm and lm_eval need a model: each request must succeed
 with all its tokens, a generated text must be the one that the server writes when asked without a
 client, and the likelier of two choices must have the higher likelihood. *{chat}* is SmolLM2 with
-the draft that ships, where its package is installed. bfcl-eval puts 300 of its questions to it,
-half of them greedily and half at T = 1, with at most 128 tokens: each whole call must obey the
-schema of its function, and all answers must be the same without draft tokens.
+the draft that ships. bfcl-eval puts 300 of its questions to it, half of them greedily and half at
+T = 1, with at most 128 tokens: each whole call must obey the schema of its function, and all
+answers must be the same without draft tokens.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,12 +13,13 @@ import pytest
 from tests.conformance.checks import FAILED, PASSED, SKIPPED, CheckResult, Reporter
 from tests.conformance.clients import read_report
 from tests.conformance.scripted_engine import scripted_gateway
+from tests.conformance.suites import sources
 from tests.conformance.suites.selection import DIFFERENT, Exceptions, SuitePlugin
 from tests.conformance.suites.served import URL
-from tests.conformance.suites.sources import SUITES, SuiteRun, run_suite
+from tests.conformance.suites.sources import SUITES, SuiteRun, fetch, run_suite
 from tests.conformance.suites.tables import tables
 
-VLLM, LLAMA_CPP = SUITES
+VLLM, LLAMA_CPP, PROBES, PROBES_BEHIND_RAY = SUITES
 FOR_VLLM = """
 import pytest
 from tests.utils import RemoteOpenAIServer
@@ -54,6 +56,25 @@ def test_any_model():
 def test_own_path():
     assert requests.post(f"{URL}/completion", json={"prompt": "hello"}).ok
 """
+FOR_RAY = """
+import os
+import pytest
+import vllm
+from openai import OpenAI
+from .names import NAME
+
+@pytest.mark.skipif("0.8.2" <= vllm.__version__ < "0.8.5", reason="hangs")
+def test_models(path):
+    client = OpenAI(base_url=os.environ["OPENAI_API_BASE"], api_key="none")
+    assert [model["id"] for model in client.get(path, cast_to=dict)["data"]] == [NAME]
+"""
+FIXTURES = """
+import pytest
+
+@pytest.fixture
+def path():
+    return "/models"
+"""
 
 
 def test_tests_of_vllm_run_against_a_server_of_ours(
@@ -88,6 +109,39 @@ def test_tests_of_llama_cpp_run_against_a_server_of_ours(
         CheckResult("test_tiny.py::test_any_model", PASSED),
         CheckResult("test_tiny.py::test_own_path", SKIPPED, "asks for a path of llama.cpp alone"),
     )
+
+
+def test_probes_of_ray_run_against_a_server_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "probes"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "conftest.py").write_text(FIXTURES, encoding="utf-8")
+    (folder / "names.py").write_text("NAME = 'demo'", encoding="utf-8")
+    (folder / "test_tiny.py").write_text(FOR_RAY, encoding="utf-8")
+    with scripted_gateway() as gateway:
+        monkeypatch.setenv(URL, gateway.url)
+        run = run_suite(PROBES, python=Path(sys.executable), root=tmp_path)
+    assert run.results == (CheckResult("test_tiny.py::test_models", PASSED),)
+    assert PROBES_BEHIND_RAY.unpacked == PROBES.unpacked
+    assert "tests.ray_llm.served" in PROBES_BEHIND_RAY.server
+
+
+def test_a_suite_is_unpacked_from_an_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.setattr(sources, "install", lambda client: None)
+    release = tmp_path / "ray-2"
+    for path in ("release/llm_tests/serve/probes/test_a.py", "python/ray/other.py"):
+        (release / path).parent.mkdir(parents=True)
+        (release / path).touch()
+    with tarfile.open(tmp_path / "ray.tar.gz", "w:gz") as archive:
+        archive.add(release, "ray-2")
+    fetch(PROBES, tmp_path / "ray.tar.gz")
+    files = [path for path in PROBES.unpacked.rglob("*") if path.is_file()]
+    assert files == [PROBES.unpacked / "probes" / "test_a.py"]
 
 
 def test_a_failure_needs_a_reason_and_a_reason_a_failure(tmp_path: Path) -> None:

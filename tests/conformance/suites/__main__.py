@@ -1,8 +1,9 @@
-"""`python -m tests.conformance.suites`: server tests of vLLM and llama.cpp against our servers.
+"""`python -m tests.conformance.suites`: server tests of other projects against our servers.
 
 Each suite is taken from its project's release and runs unmodified in an environment of its own. The
-servers serve SmolLM2, whose package must be installed, and the demo pair for completions. What is
-not run and what fails for a known reason is named with the reason. Prints the tables of the page.
+servers serve SmolLM2, whose package must be installed, and the demo pair for completions; behind
+Ray Serve LLM, by what `python -m lab.bench.peers.install ray-llm` has installed. What is not run
+and what fails for a known reason is named with the reason. Prints the tables of the page.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tests.conformance.suites.tables import tables
 
 INTRODUCTION = f"""{HEADING}
 
-{{when}}. Command: `python -m tests.conformance.suites`. The tests of each release run unmodified
-against SmolLM2, or the demo pair.
+{{when}}. Command: `python -m tests.conformance.suites`. Each release's tests run unmodified against
+SmolLM2, or the demo pair.
 """
 
 
@@ -30,18 +31,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [suite.client.name for suite in SUITES]
+    names = [suite.name for suite in SUITES]
     parser.add_argument("--only", choices=names, help="instead of all")
     parser.add_argument("--tests", nargs="+", default=(), metavar="TEST", help="of that suite")
+    parser.add_argument("--archive", type=Path, help="of that suite's release, not to download it")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="whose last section it writes")
     parser.add_argument("--results", type=Path, help="write the outcome of every test there")
     options = parser.parse_args()
-    if options.tests and not options.only:
-        parser.error("--tests goes with --only")
+    if (options.tests or options.archive) and not options.only:
+        parser.error("--tests and --archive go with --only")
     runs = []
     for suite in SUITES:
-        if options.only in (None, suite.client.name):
-            fetch(suite)
+        if options.only in (None, suite.name):
+            fetch(suite, options.archive)
             runs.append(run_suite(suite, options.tests))
     section = "\n".join((INTRODUCTION.format(when=date.today()), *tables(runs)))
     print(section)

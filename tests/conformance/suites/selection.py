@@ -68,7 +68,7 @@ class SuitePlugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             if reason := self.exceptions.why_left_out(self._name(item.nodeid)):
-                item.add_marker(pytest.mark.skip(reason=reason))
+                item.add_marker(pytest.mark.skip(reason=reason), append=False)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -6,8 +6,9 @@ It runs in a suite's own environment, so it needs the standard library only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,11 +16,11 @@ import time
 import urllib.request
 from dataclasses import dataclass
 
-PYTHON = "SPECSERVE_PYTHON"
-"""Environment variable with the interpreter of which specserve is run."""
+COMMAND = "SPECSERVE_COMMAND"
+"""Environment variable with the command that serves, which takes --port and --set."""
 URL = "SPECSERVE_URL"
 """Environment variable with the URL of a server that runs; none is started where it is set."""
-OPTIONS = ("--own-ray", "--set=cache.pages=600")
+OPTIONS = ("--set=cache.pages=600",)
 CHATS = ("--set=limits.max_context=1024",)
 """SmolLM2, which may write until its context ends."""
 LONG_CHATS = ("--set=limits.max_context=4096",)
@@ -61,21 +62,23 @@ class Servers:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [os.environ[PYTHON], "-m", "specserve", "serve", "--port", str(port)]
+        command = [*shlex.split(os.environ[COMMAND]), "--port", str(port)]
         command += [f"--set=model={self.model}", *OPTIONS, *self.options]
         environment = os.environ | {"RAY_AUTH_MODE": "token"}
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         begun = time.monotonic()
-        while not _is_ready(self.url):
+        while not _is_ready(self.url, self.model):
             if self.process.poll() is not None or time.monotonic() - begun > READY_WITHIN_S:
                 self.close()
                 raise RuntimeError(f"no server after {time.monotonic() - begun:.0f} s")
             time.sleep(0.2)
 
 
-def _is_ready(url: str) -> bool:
-    """Return whether an engine reports behind the gateway."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=5) as reply:
-        found = re.search(r"^specserve_replicas (\S+)$", reply.read().decode(), re.MULTILINE)
-        return found is not None and float(found[1]) > 0
+def _is_ready(url: str, model: str | None) -> bool:
+    """Return whether a token is written."""
+    body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=READY_WITHIN_S):
+        return True
     return False

@@ -29,7 +29,7 @@ def tables(runs: Sequence[SuiteRun]) -> Iterator[str]:
             if result.outcome != PASSED
         )
         for (outcome, reason), count in sorted(reasons.items()):
-            yield f"| {run.suite.client.name} | {outcome} | {count} | {_cell(reason)} |"
+            yield f"| {run.suite.name} | {outcome} | {count} | {_cell(reason)} |"
 
 
 def _cell(text: str) -> str:
