@@ -111,9 +111,11 @@ class ChatChoice:
         logprobs = (
             "null" if delta.logprobs is None else to_json(chat_logprobs(self._tokenizer, delta))
         )
-        has_content = bool(delta.text) or (delta.calls is None and not delta.reasoning)
-        if has_content or members:
-            members["content"] = delta.text if has_content else None
+        if members:
+            is_text = bool(delta.text) or (delta.calls is None and not delta.reasoning)
+            members["content"] = delta.text if is_text else None
+        elif delta.text:
+            members = {"content": delta.text}
         members |= _reasoning_members(delta)
         if delta.calls:
             members["tool_calls"] = [_call_delta_json(call) for call in delta.calls]

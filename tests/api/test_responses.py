@@ -117,6 +117,14 @@ def test_a_chat_streams_its_role_once_and_first(client: openai.OpenAI) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
+def test_an_event_of_a_chat_without_text_has_no_content(server: RunningServer) -> None:
+    body = {"messages": CHAT, "stop": TEXT[:3], "stream": True}
+    events = server.ask("/v1/chat/completions", body).events
+    first, last = (event["choices"][0] for event in events)
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+
+
 def test_the_async_client_reads_many_streams_at_once(server: RunningServer) -> None:
     async def read(client: openai.AsyncOpenAI, number: int) -> str:
         stream: Any = await client.chat.completions.create(

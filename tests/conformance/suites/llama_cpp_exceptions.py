@@ -75,10 +75,6 @@ EXCEPTIONS = Exceptions(
         ),
     },
     different={
-        "an event without text has an empty content": (
-            "test_tool_call.py::test_completion_without_tool_call_fast"
-            "[meta-llama-Llama-3.3-70B-Instruct-128-tools0-None-CompletionMode.STREAMED]",
-        ),
         "thinking is refused of a model that does not reason": (
             "test_compat_anthropic.py::test_anthropic_thinking",
         ),
