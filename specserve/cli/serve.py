@@ -28,6 +28,8 @@ from specserve.progress import ProgressBar
 ENDING = (signal.SIGINT, signal.SIGTERM)
 END_WITHIN_S = 10.0
 """Time to stop in order, which takes 4 s, since calls of a Ray that has ended wait for it."""
+DYING_S = 0.2
+"""Time in which a process of Ray that was killed ends."""
 
 
 def serve_until_ended(
@@ -169,8 +171,8 @@ def _show_status(
 def _limited_end(guard: RayGuard, is_ready: threading.Event) -> Iterator[None]:
     """End this process and its Ray END_WITHIN_S after a signal, if the context has not ended.
 
-    A call of a Ray that has ended may hold the main thread, which runs no handler meanwhile; the
-    interpreter writes each signal into a socket at once.
+    If its Ray has ended before, at once. A call of a Ray that has ended may hold the main thread,
+    which runs no handler meanwhile; the interpreter writes each signal into a socket at once.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -180,7 +182,9 @@ def _limited_end(guard: RayGuard, is_ready: threading.Event) -> Iterator[None]:
         with reader:  # open until no signal is written any more: a second one may follow
             while (received := reader.recv(1)) and received[0] not in ENDING:
                 pass
-            if received and not has_ended.wait(END_WITHIN_S):
+            if not received or has_ended.wait(DYING_S):
+                return
+            if guard.ended_process() or not has_ended.wait(END_WITHIN_S):
                 guard.close()
                 quick_exit(0 if is_ready.is_set() else INTERRUPTED)
 

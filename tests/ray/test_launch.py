@@ -25,6 +25,8 @@ from tests.support.processes import command_of, name_of, own_processes
 from tests.support.ray_server import free_port
 
 PATIENCE_S = 300.0  # on two otherwise idle cores it takes some 25 s
+EMPTY = ("--set", "replicas.min=0", "--set", "replicas.upscale_delay_s=60")
+"""Options of a server without engines; the first request would start one."""
 
 
 def serve(*arguments: str) -> subprocess.Popen[str]:
@@ -91,9 +93,7 @@ def models(port: int) -> list[str]:
 def test_one_of_two_servers_is_killed_and_the_other_ends_with_ctrl_c() -> None:
     """Start two servers without engines at the same time, each on a Ray of its own."""
     ports, before = (free_port(), free_port()), own_files()
-    # An engine would be started by the first request.
-    empty = ("--set", "replicas.min=0", "--set", "replicas.upscale_delay_s=20")
-    first, second = (serve("--port", str(port), *empty) for port in ports)
+    first, second = (serve("--port", str(port), *EMPTY) for port in ports)
     try:
         for process in (first, second):
             lines_until(process, "curl ")
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_a_server_whose_ray_has_just_been_killed(
     The server is ready, or still starts, where such a call holds the main thread.
     """
     port, before = free_port(), own_files()
-    process = serve("--port", str(port), "--set", "replicas.min=0")
+    process = serve("--port", str(port), *EMPTY)
     try:
         lines_until(process, line)
         started = own_processes(process.pid)
