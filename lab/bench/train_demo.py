@@ -12,7 +12,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ DRAFTS = {
 
 
 def train_tokenizer(
-    texts: list[str], *, vocab: int = VOCAB, pattern: str | None = None
+    texts: Sequence[str], *, vocab: int = VOCAB, pattern: str | None = None
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on texts split by GPT-2's pattern, or by another one."""
     tokenizer = Tokenizer(models.BPE())
@@ -85,9 +85,9 @@ def train_tokenizer(
     return fast
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     end = tokenizer.eos_token_id
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (end, *ids)])  # [tokens]
 
 

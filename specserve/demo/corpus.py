@@ -33,10 +33,11 @@ MAX_TOKENS_PER_FILE = 1024
 class Corpus:
     """Texts of the library's modules."""
 
-    train: list[str]
-    held_out: list[str]
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
 
 
+@cache
 def standard_library() -> Corpus:
     """Return the library's modules, one in fifty held out by the checksum of its name."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -48,7 +49,7 @@ def standard_library() -> Corpus:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         (held_out if zlib.crc32(str(name).encode()) % 50 == 0 else train).append(text)
-    return Corpus(train, held_out)
+    return Corpus(tuple(train), tuple(held_out))
 
 
 def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +70,7 @@ def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found[:count])
 
 
-@cache  # it reads the whole library
+@cache
 def held_out_files() -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the held-out files of some length, after their first lines."""
     tokenizer = Tokenizer.load(DEMO / "target")

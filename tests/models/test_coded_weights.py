@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from specserve.tools.plan.memory import MemoryPlan, share_here, whole_model_shar
 from specserve.types import Step
 from tests.formats.check import MADE, Said
 from tests.formats.make import PROMPT
+from tests.support.forks import run_ranks
 
 needs_compiled = pytest.mark.skipif(
     missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}"
@@ -221,7 +221,7 @@ def test_a_plan_counts_small_weights_as_they_are() -> None:
 
 @needs_compiled
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    cast(Any, mp).spawn(_rank_main, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_rank_main, tmp_path, ranks=2)
     for kind, said in torch.load(tmp_path / "said.pt").items():
         assert close(said, Said.expected(MADE / kind).logits.double(), LOGITS_ERROR)
 

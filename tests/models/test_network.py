@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +31,7 @@ from specserve.types import ModelInfo, Policy, PromptScoring, Step, VerifyStep, 
 from tests.families.configs import FAMILIES
 from tests.support import checkpoints
 from tests.support.engines import model_options
+from tests.support.forks import run_ranks
 
 RANKS = 2
 GROUPED = checkpoints.GROUPED
@@ -203,7 +203,7 @@ def rank_main(rank: int, root: str) -> None:
 
 @pytest.fixture(scope="module")
 def logits_of_two_ranks(root: Path) -> dict[Any, Tensor]:
-    cast(Any, mp).spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    run_ranks(rank_main, root, ranks=RANKS)
     return torch.load(root / "logits.pt")  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import (
     FalconConfig,
@@ -33,6 +32,7 @@ from specserve.models.checkpoints.weights import Weights
 from specserve.models.plans import check_plan
 from specserve.models.shard import EXCHANGED_BYTES, Shard
 from tests.support import checkpoints
+from tests.support.forks import run_ranks
 
 PROMPT_LENGTH = 20  # longer than the sliding window
 RANKS = 4
@@ -154,7 +154,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared_logits(root: Path) -> dict[str, Tensor]:
     """Logits by case, from rank 0 of the ranks that shared it."""
-    cast(Any, mp).spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    run_ranks(rank_main, root, ranks=RANKS)
     saved: dict[str, Tensor] = torch.load(root / "2.pt") | torch.load(root / "0.pt")
     return saved
 

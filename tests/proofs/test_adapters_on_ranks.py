@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from specserve.errors import AdapterError
 from specserve.features.adapters import files, store
@@ -24,6 +22,7 @@ from specserve.types import Adapter, Request
 from tests.proofs.test_adapters import MAX_TOKENS, Adapted, expected, make_adapted, requests
 from tests.support.adapters import MEBIBYTE, write_adapter
 from tests.support.engines import Engine, greedy, model_options
+from tests.support.forks import run_ranks
 from tests.support.rank_pairs import BroadcastTarget, follow
 
 RANKS = 2
@@ -115,10 +114,7 @@ def found(
 ) -> dict[RankCase, Any]:
     root = tmp_path_factory.mktemp("ranks")
     Path(root, "made.pickle").write_bytes(pickle.dumps(made))
-    # Ranks are forked from one process that has imported everything.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    ranks: Any = mp
-    ranks.start_processes(rank_main, (str(root),), nprocs=RANKS, start_method="forkserver")
+    run_ranks(rank_main, root, ranks=RANKS)
     loaded: dict[RankCase, Any] = pickle.loads((root / "found.pickle").read_bytes())
     return loaded
 

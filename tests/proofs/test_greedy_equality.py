@@ -5,7 +5,6 @@ It does so with any batching, drafter, preemption and number of ranks.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import GenerationConfig
 
 from specserve.models.network import LLAMA_SHAPED
@@ -36,6 +34,7 @@ from tests.support.engines import (
     load_target,
     model_options,
 )
+from tests.support.forks import run_ranks
 from tests.support.rank_pairs import BroadcastTarget, follow
 
 # around pages, windows, and rounds of 512 tokens
@@ -253,10 +252,7 @@ def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Text
 @pytest.fixture(scope="module")
 def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[TwoRankCase, Texts]:
     root = pairs["llama"].target.parent
-    # Ranks are forked from one process that has imported everything.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    ranks: Any = mp
-    ranks.start_processes(rank_main, (str(root),), nprocs=RANKS, start_method="forkserver")
+    run_ranks(rank_main, root, ranks=RANKS)
     return pickle.loads((root / "texts.pickle").read_bytes())  # type: ignore[no-any-return]
 
 

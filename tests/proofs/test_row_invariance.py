@@ -6,7 +6,6 @@ float32 for those without experts.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from specserve.models.cpu.row_invariance import float32_row_step, is_batch_invariant
@@ -26,6 +24,7 @@ from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
+from tests.support.forks import run_ranks
 
 LENGTH, NUM_TEXTS = 150, 5
 # As in every released model: widths of whole vectors, and no product so small that torch's own
@@ -226,10 +225,7 @@ def ranks_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = {case_of(name)[0] for names in SHARED.values() for name in names}
     for name in sorted(shared.union(INVARIANT)):
         write(name, RANK_WIDTHS, root)
-    # Ranks are forked from one process that has imported everything.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    ranks: Any = mp
-    ranks.start_processes(rank_main, (str(root),), nprocs=RANKS, start_method="forkserver")
+    run_ranks(rank_main, root, ranks=RANKS)
     return root
 
 

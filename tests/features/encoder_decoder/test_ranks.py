@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from specserve.models.model import open_model
@@ -19,6 +17,7 @@ from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
 from tests.support.engines import model_options
+from tests.support.forks import run_ranks
 
 RANKS = 2
 LENGTHS = (1, 40, 150)
@@ -69,7 +68,7 @@ def rank_main(rank: int, root: str) -> None:
 
 @pytest.fixture(scope="module")
 def logits_of_two_ranks(root: Path) -> Mapping[str, Tensor]:
-    cast(Any, mp).spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    run_ranks(rank_main, root, ranks=RANKS)
     return torch.load(root / "logits.pt")  # type: ignore[no-any-return]
 
 
