@@ -64,6 +64,7 @@ CLIENTS: Sequence[Client] = (
     Client("openai-agents", ("openai-agents==0.24.0",)),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.66.0",)),
     Client("guidellm", ("guidellm==0.8.1",), (DEMO,), constrained=("torch",)),
+    Client("aiperf", ("aiperf==0.13.0",), (DEMO,)),
     Client(
         "bfcl-eval",
         (

@@ -20,7 +20,7 @@ Each client is installed in an environment of its own, at the version in the tab
 to a server on this machine. Behind the gateway is one of three engines. *{demo}* is the demo pair
 by `specserve serve`, for what any model can do. *{scripted}* is an engine whose texts follow a
 script (`tests/conformance/answers.py`), for what depends on what a model says: tool calls,
-structured answers, agents. guidellm and lm_eval need a model: each request must succeed
+structured answers, agents. guidellm, aiperf and lm_eval need a model: each request must succeed
 with all its tokens, a generated text must be the one that the server writes when asked without a
 client, and the likelier of two choices must have the higher likelihood. *{chat}* is SmolLM2 with
 the draft that ships. bfcl-eval puts 300 of its questions to it, half of them greedily and half at

@@ -113,7 +113,7 @@ class ResponsesBody(Body):
         "max_tool_calls": (),
         "prompt": (),
         "service_tier": ("auto", "default"),
-        "stream_options": ({"include_obfuscation": False},),
+        "stream_options": ({"include_obfuscation": False}, {"include_usage": True}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }

@@ -229,6 +229,7 @@ def test_values_that_change_nothing_are_taken(server: RunningServer) -> None:
         "reasoning": {"effort": None},
         "tools": [],
         "tool_choice": "auto",
+        "stream_options": {"include_usage": True},
     }
     answer = ask(server, **harmless).json
     assert (answer["status"], answer["store"], answer["metadata"]) == (
