@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tarfile
 from datetime import date
 from pathlib import Path
 
@@ -42,9 +43,16 @@ def main() -> int:
         parser.error("--tests and --archive go with --only")
     runs = []
     for suite in SUITES:
-        if options.only in (None, suite.name):
+        if options.only not in (None, suite.name):
+            continue
+        if not Path(suite.server[0]).exists():
+            print(f"{suite.name} is left out: {suite.server[0]} is not installed", file=sys.stderr)
+            continue
+        try:
             fetch(suite, options.archive)
-            runs.append(run_suite(suite, options.tests))
+        except (OSError, tarfile.TarError) as error:
+            parser.error(f"{suite.name}: {error}; --archive names a {suite.release} that is here")
+        runs.append(run_suite(suite, options.tests))
     section = "\n".join((INTRODUCTION.format(when=date.today()), *tables(runs)))
     print(section)
     if options.out is not None:
