@@ -103,7 +103,7 @@ QUICK = Budget(
     context=512,
     rounds=3,
     passes=3,
-    files=20,
+    files=6,
 )
 
 
