@@ -139,9 +139,16 @@ def test_a_suite_is_unpacked_from_an_archive(
         (release / path).touch()
     with tarfile.open(tmp_path / "ray.tar.gz", "w:gz") as archive:
         archive.add(release, "ray-2")
+    with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as archive:
+        archive.add(release / "python", "ray-2")
+    (PROBES.unpacked / "of an older archive").mkdir(parents=True)
     fetch(PROBES, tmp_path / "ray.tar.gz")
-    files = [path for path in PROBES.unpacked.rglob("*") if path.is_file()]
+    with pytest.raises(FileNotFoundError, match=r"other.tar.gz has no release/llm_tests"):
+        fetch(PROBES, tmp_path / "other.tar.gz")
+    fetch(PROBES)  # which finds what is there
+    files = [path for path in PROBES.unpacked.parent.rglob("*") if path.is_file()]
     assert files == [PROBES.unpacked / "probes" / "test_a.py"]
+    assert list(PROBES.unpacked.iterdir()) == [PROBES.unpacked / "probes"]
 
 
 def test_a_failure_needs_a_reason_and_a_reason_a_failure(tmp_path: Path) -> None:

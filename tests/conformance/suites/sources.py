@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -125,19 +126,24 @@ class SuiteRun:
 
 
 def fetch(suite: Suite, archive: Path | None = None) -> None:
-    """Make a suite's environment, and unpack its tests unless they are there."""
+    """Make a suite's environment, and unpack its tests: a given archive's, or those it lacks."""
     install(suite.client)
-    if suite.unpacked.exists():
+    if suite.unpacked.exists() and archive is None:
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tarfile.open(archive or _download(suite, Path(folder))) as opened,
-    ):
-        for member in opened.getmembers():
-            inside = member.name.partition("/")[2]
-            if inside.startswith(f"{suite.folder}/"):
-                member.name = str(Path(inside).relative_to(Path(suite.folder).parent))
-                opened.extract(member, suite.unpacked, filter="data")
+    suite.unpacked.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=suite.unpacked.parent) as folder:
+        tests = Path(folder) / "tests"
+        with tarfile.open(archive or _download(suite, Path(folder))) as opened:
+            for member in opened.getmembers():
+                inside = member.name.partition("/")[2]
+                if inside.startswith(f"{suite.folder}/"):
+                    member.name = str(Path(inside).relative_to(Path(suite.folder).parent))
+                    opened.extract(member, tests, filter="data")
+        if not tests.exists():
+            raise FileNotFoundError(f"{archive or suite.release} has no {suite.folder}")
+        if suite.unpacked.exists():
+            shutil.rmtree(suite.unpacked)
+        tests.rename(suite.unpacked)
 
 
 def _download(suite: Suite, folder: Path) -> Path:
