@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding, ir
 
-from specserve.models.cpu.compiled import attention, layers, norms, products
+from specserve.models.cpu.compiled import attention, layers, norms, object_cache, products
 from specserve.models.cpu.compiled.teams import C_KINDS, Team
 from specserve.models.cpu.compiled.tiles import Tiles
 from specserve.models.cpu.compiled.vectors import INT, POINTER
@@ -60,16 +61,23 @@ def compile_module(module: ir.Module) -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     binding.initialize_native_asmparser()
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(),
-        features=binding.get_host_cpu_features().flatten(),
-        codemodel="jitdefault",
+        cpu=cpu, features=features, codemodel="jitdefault"
     )
-    parsed = binding.parse_assembly(str(module))
-    parsed.verify()
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
-    passes.getModulePassManager().run(parsed, passes)
-    engine = binding.create_mcjit_compiler(parsed, machine)
+    text = str(module)
+    key = object_cache.key_of(f"llvmlite {llvmlite_version}", cpu, features, text)
+    code = object_cache.load(key)
+    if code is not None:
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    else:
+        parsed = binding.parse_assembly(text)
+        parsed.verify()
+        passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
+        passes.getModulePassManager().run(parsed, passes)
+        engine = binding.create_mcjit_compiler(parsed, machine)
+        engine.set_object_cache(lambda _, compiled: object_cache.store(key, compiled))
     engine.finalize_object()
     return engine
 
