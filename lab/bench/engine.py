@@ -114,12 +114,21 @@ class MeteredEngine:
         self.meter = attach_meter(self.llm)
         self.tokens = tokens
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int | None = None) -> int:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+        repetition_penalty: float = 1.0,
+    ) -> int:
         """Continue the prompts together and return the number of output tokens."""
-        outputs = self.llm.generate(
-            list(prompts),
-            Sampling(max_tokens=max_tokens or self.tokens, temperature=0.0, ignore_eos=True),
+        sampling = Sampling(
+            max_tokens=max_tokens or self.tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            repetition_penalty=repetition_penalty,
         )
+        outputs = self.llm.generate(list(prompts), sampling)
         return sum(len(output.token_ids) for output in outputs)
 
 
@@ -247,7 +256,7 @@ class EngineFigures:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return each figure with its value and its goal."""
-        plain, peer, drafting, assisted, batched = self.samples.values()
+        plain, peer, drafting, assisted, batched, penalised = self.samples.values()
         floor, round_, steps = self.floor, self.round, self.steps
         step, read = (f"{median(seconds) * 1e3:.2f} ms" for seconds in (floor.steps, floor.reads))
         passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
@@ -267,6 +276,11 @@ class EngineFigures:
                 f"batch {BATCH} against batch 1, decoding (in brackets: prompts included)",
                 f"{self.batch_speedup:.2f} ({batched.ratio_to(plain):.2f})",
                 "6",
+            ),
+            (
+                f"batch {BATCH} with a repetition penalty against without",
+                f"{penalised.ratio_to(batched):.2f}",
+                "",
             ),
             (
                 f"gamma {GAMMA} against transformers assisted",
@@ -320,6 +334,9 @@ def measure(
                 prompts[turn], assisted=True
             ),
             f"specserve, plain, batch {BATCH}": lambda _: plain.generate(batch),
+            f"specserve, plain, batch {BATCH}, repetition penalty": lambda _: plain.generate(
+                batch, repetition_penalty=1.1
+            ),
         },
         turns=turns,
     )

@@ -14,12 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.sampling.penalties import (
-    History,
-    PenaltyCounts,
-    adjustments_of,
-    apply_penalties,
-)
+from specserve.sampling.penalties import History, PenaltyCells, PenaltyCounts, adjustments_of
 from specserve.sampling.token_rule import apply_rule
 from specserve.sampling.truncation import top_k_top_p
 from specserve.transfers import to_device, to_host
@@ -50,7 +45,7 @@ class WarpBatch:
         self.all_greedy = all(warp.temperature == 0 for warp in warps)
         self._adjustments = adjustments_of(warps, num_rows, histories or [None] * len(warps))
         self._has_penalties = any(warp.has_penalties for *_, warp, _ in self._adjustments)
-        self._counts: PenaltyCounts | None = None  # on a GPU
+        self._counts: PenaltyCells | PenaltyCounts | None = None
         if self.all_greedy:  # greedy rows need no more
             return
         knobs = np.array(
@@ -117,15 +112,11 @@ class WarpBatch:
     def _apply_adjustments(self, logits: Tensor, drawn: Tensor | None) -> Tensor:
         """Return float32 logits with penalties, bias and rule; a copy if anything changes."""
         x = logits.to(torch.float32, copy=bool(self._adjustments))
-        if not x.is_cpu and self._has_penalties:
+        if self._has_penalties:
             if self._counts is None:
-                self._counts = PenaltyCounts(self._adjustments, x)
+                self._counts = (PenaltyCells if x.is_cpu else PenaltyCounts)(self._adjustments, x)
             self._counts.apply(x, drawn)
         for first, last, warp, history in self._adjustments:
-            if history is not None and drawn is not None:
-                history = replace(history, drafts=history.drafts + _newest(drawn[first], warp))
-            if history is not None and warp.has_penalties and x.is_cpu:
-                apply_penalties(x[first:last], warp, history)
             # A draft's vocabulary may be smaller than the target's.
             biases = [one for one in warp.logit_bias if one[0] < x.shape[-1]]
             if biases:
@@ -133,6 +124,8 @@ class WarpBatch:
                 columns = to_device(np.array(ids, dtype=np.int64), x.device)
                 x[first:last, columns] += to_device(np.array(values, dtype=np.float32), x.device)
             if history is not None and warp.rule is not None:
+                if drawn is not None:
+                    history = replace(history, drafts=history.drafts + _newest(drawn[first], warp))
                 apply_rule(x[first:last], warp.rule, history)
         return x
 

@@ -1,12 +1,10 @@
-"""Penalties of tokens that occurred before: repetition, presence, frequency.
-
-On the CPU sequence by sequence, for the tokens that occurred; on a GPU for all rows at once.
-"""
+"""Penalties of tokens that occurred before: repetition, presence, frequency; all rows at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +14,8 @@ from torch import Tensor
 from specserve.transfers import to_device
 from specserve.types import Warp
 
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -24,7 +24,7 @@ class History:
     Its last row counts all of `drafts`, the row before it all but the last, and so on.
     """
 
-    tokens: NDArray[np.int64]  # committed, with the prompt
+    tokens: Ints  # committed, with the prompt
     prompt_length: int
     drafts: tuple[int, ...] = ()
 
@@ -50,36 +50,72 @@ def adjustments_of(
     return found
 
 
-def apply_penalties(rows: Tensor, warp: Warp, history: History) -> None:
-    """Apply the penalties in place to the tokens that occurred: [rows, vocab].
+class PenaltyCells:
+    """Tokens that occurred before each row with penalties, and how often in the text, on a CPU.
 
-    Repetition counts prompt and text; presence and frequency count the text alone.
+    A cell is a row and a token in it, as row * vocab + token. Only the tokens that occurred have
+    one: there, a few hundred cells are cheaper than whole rows.
     """
-    num_rows, vocab = rows.shape
-    seen = np.bincount(history.tokens, minlength=vocab)
-    generated = np.bincount(history.tokens[history.prompt_length :], minlength=vocab)
-    drafts = np.array(history.drafts, dtype=np.int64)
-    ids = np.union1d(np.flatnonzero(seen), drafts)  # [m]
-    drafted = np.zeros((len(drafts) + 1, len(ids)), dtype=np.int64)
-    np.cumsum(drafts[:, None] == ids, axis=0, out=drafted[1:])  # row j counts drafts[:j]
-    drafted = drafted[len(drafted) - num_rows :]  # [rows, m]
 
-    times_generated = to_device(generated[ids] + drafted, rows.device).to(rows.dtype)
-    ever_seen = to_device(seen[ids] + drafted > 0, rows.device)
-    columns = to_device(ids, rows.device)
-    penalties = (warp.repetition_penalty, warp.presence_penalty, warp.frequency_penalty)
-    rows[:, columns] = _penalised(rows[:, columns], ever_seen, times_generated, *penalties)
+    def __init__(self, adjustments: Sequence[Adjustment], like: Tensor) -> None:
+        vocab = self._vocab = like.shape[-1]
+        given, num_rows, self._rows = _rows_with_penalties(adjustments)
+        self._penalties = _penalties_of(given, num_rows)
+        texts = [history.tokens for _, history in given]
+        lengths = np.array([len(text) for text in texts])
+        prompts = np.array([history.prompt_length for _, history in given])
+        is_generated = _ranges(np.zeros_like(lengths), lengths) >= prompts.repeat(lengths)
+        # First once for each sequence, then for each of its rows.
+        tokens = np.concatenate(texts) + np.arange(len(given)).repeat(lengths) * vocab
+        found, times = _merged(tokens, is_generated)
+        sizes = np.bincount(found // vocab, minlength=len(given))
+        owners = np.arange(len(given)).repeat(num_rows)
+        of_rows = _ranges((sizes.cumsum() - sizes)[owners], sizes[owners])
+        rows = np.arange(len(owners))
+        cells = found[of_rows] % vocab + rows.repeat(sizes[owners]) * vocab
+        drafts = _drafts_before(given, num_rows)
+        drafted = np.concatenate(drafts) + rows.repeat([len(row) for row in drafts]) * vocab
+        self._cells, self._times = _with_drafts(cells, times[of_rows], drafted)
+
+    def apply(self, logits: Tensor, drawn: Tensor | None) -> None:
+        """Apply the penalties in place, counting tokens `drawn` [rows, n] since."""
+        cells, times = self._cells, self._times
+        if drawn is not None:
+            newest = np.arange(len(self._rows))[:, None] * self._vocab + drawn.numpy()[self._rows]
+            cells, times = _with_drafts(cells, times, newest.ravel())
+        rows, tokens = np.divmod(cells, self._vocab)
+        at = torch.from_numpy(self._rows[rows]), torch.from_numpy(tokens)
+        penalties = torch.from_numpy(self._penalties[rows]).unbind(1)
+        times_generated = torch.from_numpy(times.astype(np.float32))
+        logits[at] = _penalised(logits[at], times_generated, *penalties)
+
+
+def _with_drafts(cells: Ints, times: Ints, drafted: Ints) -> tuple[Ints, Ints]:
+    """Return cells and times with drafts added, each of which occurs once more."""
+    if not len(drafted):
+        return cells, times
+    both = np.concatenate([cells, drafted])
+    return _merged(both, np.concatenate([times, np.ones_like(drafted)]))
+
+
+def _merged(cells: Ints, times: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Return the different cells in order, with the sums of their times."""
+    found, place = np.unique(cells, return_inverse=True)
+    return found, np.bincount(place, times, minlength=len(found)).astype(np.int64)
 
 
 def _penalised(
     x: Tensor,
-    ever_seen: Tensor,
     times_generated: Tensor,
-    repetition: Tensor | float,
-    presence: Tensor | float,
-    frequency: Tensor | float,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
 ) -> Tensor:
-    x = torch.where(ever_seen, torch.where(x < 0, x * repetition, x / repetition), x)
+    """Return the logits of tokens that occurred.
+
+    Repetition counts prompt and text; presence and frequency count the text alone.
+    """
+    x = torch.where(x < 0, x * repetition, x / repetition)
     return x - presence * (times_generated > 0) - frequency * times_generated
 
 
@@ -91,30 +127,12 @@ class PenaltyCounts:
 
     def __init__(self, adjustments: Sequence[Adjustment], like: Tensor) -> None:
         vocab, device = like.shape[-1], like.device
-        given = [
-            (first, last, warp, history)
-            for first, last, warp, history in adjustments
-            if history is not None and warp.has_penalties
-        ]
-        num_rows = [last - first for first, last, _, _ in given]
-        rows = np.concatenate([np.arange(first, last) for first, last, _, _ in given])
-        texts = _padded([history.tokens for *_, history in given], vocab)
-        prompts = np.array([history.prompt_length for *_, history in given])
+        given, num_rows, rows = _rows_with_penalties(adjustments)
+        texts = _padded([history.tokens for _, history in given], vocab)
+        prompts = np.array([history.prompt_length for _, history in given])
         is_generated = np.arange(texts.shape[1]) >= prompts[:, None]
-        # Row j of a sequence counts the drafts before it.
-        drafts = _padded(
-            [
-                np.array(history.drafts[: len(history.drafts) + 1 - left], dtype=np.int64)
-                for (*_, history), num in zip(given, num_rows, strict=True)
-                for left in range(num, 0, -1)
-            ],
-            vocab,
-        )
-        penalties = [
-            (warp.repetition_penalty, warp.presence_penalty, warp.frequency_penalty)
-            for *_, warp, _ in given
-        ]
-        columns = to_device(np.array(penalties, np.float32).repeat(num_rows, axis=0), device)
+        drafts = _padded(_drafts_before(given, num_rows), vocab)
+        columns = to_device(_penalties_of(given, num_rows), device)
         self._penalties = columns[:, :, None].unbind(1)  # [rows, 1] each
         self._rows = to_device(rows, device)
         owners = to_device(np.repeat(np.arange(len(given)), num_rows), device)
@@ -133,13 +151,51 @@ class PenaltyCounts:
         if drawn is not None:
             newest = drawn[self._rows]
             seen, generated = _plus(seen, newest), _plus(generated, newest)
-        times_generated = generated[:, :-1].to(logits.dtype)
-        logits[self._rows] = _penalised(
-            logits[self._rows], seen[:, :-1] > 0, times_generated, *self._penalties
-        )
+        x, times_generated = logits[self._rows], generated[:, :-1].to(logits.dtype)
+        penalised = _penalised(x, times_generated, *self._penalties)
+        logits[self._rows] = torch.where(seen[:, :-1] > 0, penalised, x)
 
 
-def _padded(texts: Sequence[NDArray[np.int64]], padding: int) -> NDArray[np.int64]:
+def _rows_with_penalties(
+    adjustments: Sequence[Adjustment],
+) -> tuple[list[tuple[Warp, History]], Ints, Ints]:
+    """Return the sequences with penalties, the number of rows of each, and all of these rows."""
+    given = [
+        (first, last, warp, history)
+        for first, last, warp, history in adjustments
+        if history is not None and warp.has_penalties
+    ]
+    first, last = np.array([rows[:2] for rows in given]).T
+    return [one[2:] for one in given], last - first, _ranges(first, last - first)
+
+
+def _penalties_of(
+    given: Sequence[tuple[Warp, History]], num_rows: Ints
+) -> NDArray[np.float32]:  # [rows, 3]
+    penalties = [
+        (warp.repetition_penalty, warp.presence_penalty, warp.frequency_penalty)
+        for warp, _ in given
+    ]
+    return np.array(penalties, np.float32).repeat(num_rows, axis=0)
+
+
+def _drafts_before(given: Sequence[tuple[Warp, History]], num_rows: Ints) -> list[Ints]:
+    """Return the drafts that each row counts."""
+    return [
+        np.array(history.drafts[: len(history.drafts) + 1 - left], dtype=np.int64)
+        for (_, history), num in zip(given, num_rows.tolist(), strict=True)
+        for left in range(num, 0, -1)
+    ]
+
+
+def _ranges(starts: Ints, sizes: Ints) -> Ints:
+    """Return `sizes[i]` numbers from `starts[i]` on, for each i."""
+    firsts = sizes.cumsum() - sizes
+    ranges: Ints = np.arange(sizes.sum()) + (starts - firsts).repeat(sizes)
+    return ranges
+
+
+def _padded(texts: Sequence[Ints], padding: int) -> Ints:
     """Return texts of any lengths as rows of one array."""
     padded = np.full((len(texts), max(map(len, texts))), padding, dtype=np.int64)
     for row, text in zip(padded, texts, strict=True):
