@@ -82,8 +82,9 @@ column says by how many standard errors its sum is off its exact expectation und
 
 *alpha* is the acceptance of the first draft token of a round at temperature 1. Expected is what
 the two models' own p and q say on the same prefixes: the sum of min(p, q), or, under `coupled`,
-the probability that two draws with the same Gumbel noise agree. (Under `block` with gamma > 1
-later draft tokens affect the first, and there is no such formula.)
+the probability that two draws with the same Gumbel noise agree. (There is no such formula under
+`block` with gamma > 1, where later draft tokens affect the first, nor where more masks, a lenience
+within the drafter, or what was prepared for does.)
 
 - **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three
   quarters of the pages, `7 of 8 ids` lacks an id of the target, `none` drafts nothing. `other
@@ -93,7 +94,9 @@ later draft tokens affect the first, and there is no such formula.)
   of three. `eagle` is a random EAGLE-3 head of the same target with pages of its own, and a
   second one knows 6 of 8 ids. `eagle apart` is the first one in a draft worker, and `eagle ahead`
   the second one, which anticipates there. `eagle block` is a random P-EAGLE head of two layers,
-  which draws all its draft tokens in one pass. The others are cascades
+  which draws all its draft tokens in one pass. `dflash` is a random DFlash draft, whose rows see
+  the masks after them; in `dflash, causal` they do not; `dspark` has a Markov head and 6 ids. The
+  others are cascades
   ([cascades](../design/drafters.md#cascades)): largest stage first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at

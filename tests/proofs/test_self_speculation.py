@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from specserve.config.tree import DEMO
 from specserve.features.eagle.heads_drafter import HeadsDrafter
 from specserve.features.layer_skip.drafter import LayerSkipDrafter
-from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
+from specserve.types import VERIFIERS, DraftStep, Policy, Proposal, Request, Speculation, Warp
 from tests.support.continuations import (
     CONTROL_LENIENCE,
+    COUNTED,
+    PLAIN,
+    PROMPTS,
     VOCAB,
     Case,
+    Group,
     control,
     is_flagged,
     sample,
@@ -85,6 +92,42 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     if result.acceptance is not None:
         assert 0.3 < result.acceptance.expected_alpha < 0.95
         assert abs(result.acceptance.num_standard_errors) < 3
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle, 6 of 8 ids", "eagle block", "dflash, causal"])
+def test_drafts_of_a_whole_engine_are_drawn_from_q_given_all_of_the_targets_states(
+    pairs: SelfSpeculativePairs, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the first q of each round with that of the formulas, after a prompt as well."""
+    drafter = pairs.engines[name].drafter
+    assert drafter is not None
+    texts: dict[int, tuple[int, ...]] = {}
+    proposed: list[tuple[tuple[int, ...], Proposal]] = []
+
+    def propose(steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        for step in steps:
+            before = texts[step.seq_id][: step.start] if step.start else ()
+            texts[step.seq_id] = before + step.tokens
+        proposals = actual(steps, deadline)
+        proposed.extend((texts[each.seq_id], each) for each in proposals if each.tokens)
+        return proposals
+
+    actual = drafter.propose
+    monkeypatch.setattr(drafter, "propose", propose)
+    sample(pairs, Case("speculative", name, 2), samples=30, first_seed=SEED - 30)
+    depths = Counter[int]()
+    for text, proposal in proposed:
+        (prompt,) = (prompt for prompt in PROMPTS if text[: len(prompt)] == prompt)
+        depth = len(text) - len(prompt)
+        if depth < COUNTED:
+            depths[depth] += 1
+            written = sum(VOCAB**i * token for i, token in enumerate(text[: -depth - 1 : -1]))
+            expected = pairs.q(Group(prompt, PLAIN), name).rows[depth][written]
+            assert proposal.q is not None
+            ids, probs = proposal.q.ids[0], proposal.q.probs[0]
+            np.testing.assert_allclose(probs, expected[ids], atol=1e-4)
+    assert depths[1] == 30
+    assert depths[2] > 5
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ VOCAB = 24
 
 
 def random_adjustments(*, rows: int | None) -> list[Adjustment]:
-    """Return sequences with so many rows, or any number; other rows lie between some."""
+    """Return sequences of this number of rows, or of any; other rows lie between some."""
     generator = np.random.default_rng(0)
     adjustments: list[Adjustment] = []
     stop = 0

@@ -466,10 +466,13 @@ def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
     """Return the formula for the acceptance of a round's first draft token, given p and q.
 
     Under `block` it depends on later draft tokens too, unless gamma is 1; then there is no formula.
+    Neither is there where q depends on what was prepared for, on a lenience within the drafter, or
+    on how many masks follow in its pass.
     """
     if (
-        case.drafter in ("none", "eagle ahead")  # whose q depends on what it had prepared for
+        case.drafter in ("none", "eagle ahead", "cascade ahead")
         or "l = " in case.drafter
+        or (case.drafter in ("dflash", "dspark") and case.gamma != 1)
         or case.warps != "T = 1"
         or not case.is_lossless
     ):

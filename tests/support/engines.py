@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -164,6 +164,9 @@ class Engine:
     Each run has a coordinator of its own and leaves no page behind.
     """
 
+    drafts_prompts: ClassVar[bool] = True
+    """False where the drafter reads states that the target sends, as `WorkerGroup` has it."""
+
     def __init__(
         self,
         target: Path,
@@ -232,7 +235,11 @@ class Engine:
                 answers[chunk.seq_id].add(chunk)
 
         coordinator = open_coordinator(
-            LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options
+            LocalTarget(self.target),
+            drafter,
+            info=self.target.info,
+            emit=emit,
+            **({"drafts_prompts": self.drafts_prompts} | options),
         )
         if pacer is not None:
             coordinator.pacer = pacer  # type: ignore[assignment]

@@ -126,6 +126,8 @@ class EagleEngine(Engine):
     There are enough of them that a preempted sequence finds its states again.
     """
 
+    drafts_prompts = False
+
     def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:
         from specserve.features.eagle.drafter import EagleDrafter
 
@@ -139,6 +141,8 @@ class EagleEngine(Engine):
 
 class DFlashEngine(Engine):
     """An engine whose drafter runs a DFlash draft on the target's states, as `EagleEngine` does."""
+
+    drafts_prompts = False
 
     def __init__(
         self, target: Path, draft: Path, sizes: DFlashSizes, *, pages: int = PAGES
