@@ -11,7 +11,8 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding, ir
 
-from specserve.models.cpu.compiled import attention, layers, norms, object_cache, products
+from specserve.models.cpu.compiled import attention, layers, norms, products
+from specserve.models.cpu.compiled.object_cache import cached_code
 from specserve.models.cpu.compiled.teams import C_KINDS, Team
 from specserve.models.cpu.compiled.tiles import Tiles
 from specserve.models.cpu.compiled.vectors import INT, POINTER
@@ -66,18 +67,18 @@ def compile_module(module: ir.Module) -> Any:
         cpu=cpu, features=features, codemodel="jitdefault"
     )
     text = str(module)
-    key = object_cache.key_of(f"llvmlite {llvmlite_version}", cpu, features, text)
-    code = object_cache.load(key)
-    if code is not None:
-        engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-        engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    else:
+
+    def compile_code() -> bytes:
         parsed = binding.parse_assembly(text)
         parsed.verify()
         passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
         passes.getModulePassManager().run(parsed, passes)
-        engine = binding.create_mcjit_compiler(parsed, machine)
-        engine.set_object_cache(lambda _, compiled: object_cache.store(key, compiled))
+        code: bytes = machine.emit_object(parsed)
+        return code
+
+    code = cached_code("\0".join((llvmlite_version, cpu, features, text)), compile_code)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
 

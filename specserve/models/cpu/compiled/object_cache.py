@@ -1,43 +1,34 @@
-"""Code that was compiled before on this machine, so that a process does not compile it again.
-
-One file a key, below `$XDG_CACHE_HOME/specserve` or `~/.cache/specserve`. A file that is cut short
-or changed is as good as none; a folder that cannot be written costs a compilation each time.
-"""
+"""Code compiled once for all processes of a user, in the user's cache."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
-_DIGEST = hashlib.sha256().digest_size
+from specserve.models.checkpoints.cached_directory import cached_directory
 
 
-def key_of(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def cached_code(key: str, compile_code: Callable[[], bytes]) -> bytes:
+    """Return the code of this key.
+
+    What is broken on disk is not taken, and without a cache that can be written it is compiled each
+    time.
+    """
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        code = compile_code()
+        (directory / _digest(code)).write_bytes(code)
+
+    with suppress(OSError, RuntimeError):  # the latter where the user has no home
+        for file in cached_directory(f"code-{_digest(key.encode())}", write).iterdir():
+            code = file.read_bytes()
+            if _digest(code) == file.name:
+                return code
+    return compile_code()
 
 
-def load(key: str) -> bytes | None:
-    """Return the code that was stored by this key."""
-    with suppress(OSError, RuntimeError):
-        stored = (_folder() / key).read_bytes()
-        digest, code = stored[:_DIGEST], stored[_DIGEST:]
-        if digest == hashlib.sha256(code).digest():
-            return code
-    return None
-
-
-def store(key: str, code: bytes) -> None:
-    """Store code for the next processes, if this user can write the folder."""
-    with suppress(OSError, RuntimeError):
-        folder = _folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, folder / key)
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()
