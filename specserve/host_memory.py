@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from specserve.claimed_memory import ClaimedMemory
+
 MEMINFO, OWN_GROUP, GROUPS = (
     Path("/proc/meminfo"),
     Path("/proc/self/cgroup"),
@@ -19,7 +21,8 @@ def available_memory() -> int:
     wanted: on a host that has read checkpoints they fill nearly all of it.
     """
     available = [_available_on_host(), _left_in_group()]
-    return min(one for one in available if one is not None)
+    least = min(one for one in available if one is not None)
+    return max(0, least - ClaimedMemory.num_unclaimed())
 
 
 def _available_on_host() -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 
 from specserve import host_memory
+from specserve.claimed_memory import ClaimedMemory
 from specserve.host_memory import available_memory
 
 GB = 2**30
@@ -23,6 +25,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "own")
     monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
     return tmp_path
 
 

@@ -8,6 +8,7 @@ Knows no model.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.claimed_memory import ClaimedMemory
 from specserve.errors import OutOfPages
 from specserve.models.float8_pages import STORED_AS, UNSCALED, PageScales
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.pages import BlockTable, PageAllocator, page_hashes
 from specserve.transfers import to_device
+
+CLAIMED_LATER = 2**28
+"""Bytes of memory of the host from which a start does not wait until it is claimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +111,15 @@ class PagedCache:
         self.num_pages = num_pages
         for tensors in (self.keys, self.values, self._pools):
             tensors.clear()  # before there are new ones
-        # Zeros, not uninitialised memory: padding reads slots that were never written, and a masked
-        # NaN would still spoil the sum.
         all_pages = num_pages + num_spare_pages(self.device)
         shape = (self._num_layers, all_pages, self.page_size, self.kv_heads)
         for layers, dim in zip((self.keys, self.values), self._dims, strict=True):
             stored = STORED_AS if self._dtype == FLOAT8 else self._dtype
-            pool = torch.zeros(*shape, dim, dtype=stored, device=self.device)
+            pool = _zeros((*shape, dim), stored, self.device)
             self._pools.append(pool)
             layers.extend(pool.view(self._dtype).flatten(1, 2).unbind(0))
         if self._state_width:
-            pool = torch.zeros(
-                1, *shape[1:3], self._state_width, dtype=self._dtype, device=self.device
-            )
+            pool = _zeros((1, *shape[1:3], self._state_width), self._dtype, self.device)
             self._pools.append(pool)
             self.states = pool.flatten(0, 2)
         self._allocator = PageAllocator(num_pages)
@@ -457,3 +458,16 @@ class PagedCache:
     def _add_sequence(self, seq_id: int) -> _CachedSequence:
         sequence = self._sequences[seq_id] = _CachedSequence(self._block_table.add_row())
         return sequence
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, not uninitialised memory, which padding reads: a NaN spoils masked sums, too.
+
+    Much memory of a host is claimed beside what comes next.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and num_bytes >= CLAIMED_LATER:
+        memory = ClaimedMemory(num_bytes)
+        if memory.claim():
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.zeros(*shape, dtype=dtype, device=device)

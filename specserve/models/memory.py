@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from specserve.claimed_memory import HUGE_PAGE, MADV_HUGEPAGE, madvise
 from specserve.errors import TooLittleMemory
 from specserve.host_memory import available_memory
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEEP_BYTES, TOP_PAD_BYTES = 2**31 - 1, 2**26
-HUGE_PAGE = 2**21
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of madvise(2)
+MADV_COLLAPSE = 25  # of madvise(2)
 
 
 def keep_freed_memory() -> None:
@@ -57,14 +57,11 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
         -(-address // HUGE_PAGE) * HUGE_PAGE,
         (address + num_bytes) // HUGE_PAGE * HUGE_PAGE,
     )
-    madvise = (
-        getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
-    )
-    if madvise is None or first >= last:
+    if first >= last:
         return
     # This is advice only: nothing is lost where it is not taken.
     for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
+        madvise(first, last - first, advice)
 
 
 def free_memory(device: torch.device) -> int:

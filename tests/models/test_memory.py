@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specserve.models.memory import HUGE_PAGE, use_huge_pages
+from specserve.claimed_memory import HUGE_PAGE
+from specserve.models.memory import use_huge_pages
 
 
 def advised_ranges(

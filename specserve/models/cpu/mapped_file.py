@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models.memory import HUGE_PAGE, use_huge_pages
+from specserve.claimed_memory import HUGE_PAGE
+from specserve.models.memory import use_huge_pages
 
 MAP_FIXED, MAP_FAILED = 0x10, 2**64 - 1  # of mmap(2)
 

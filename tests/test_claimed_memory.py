@@ -1,0 +1,124 @@
+"""Zeros that are there at once, and claimed by a thread: kept contents, counting, and the end."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+from threading import Event
+from time import sleep
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from specserve import claimed_memory, host_memory
+from specserve.claimed_memory import HUGE_PAGE, ClaimedMemory
+from specserve.models import cache
+from specserve.models.cache import PagedCache
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="Linux alone gives memory when asked to"
+)
+
+NUM_BYTES = 5 * HUGE_PAGE + 4096
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
+    """Return an event for which all steps but the first wait, and the bytes of each step."""
+    monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
+    proceed, steps = Event(), list[int]()
+
+    def madvise(address: int, num_bytes: int, advice: int) -> bool:
+        if advice == claimed_memory.MADV_POPULATE_WRITE:
+            steps.append(num_bytes)
+            if len(steps) > 1:
+                assert proceed.wait(timeout=60)
+        return True
+
+    monkeypatch.setattr(claimed_memory, "madvise", madvise)
+    return proceed, steps
+
+
+def wait_until_claimed() -> None:
+    while ClaimedMemory.num_unclaimed():
+        sleep(0.001)
+
+
+def test_what_is_written_meanwhile_stays_and_the_rest_is_zero() -> None:
+    memory = ClaimedMemory(NUM_BYTES)
+    assert memory.claim()
+    numbers = torch.frombuffer(memory, dtype=torch.uint8)
+    numbers[-1] = numbers[3 * HUGE_PAGE] = 7
+    wait_until_claimed()
+    assert numbers[-1] == numbers[3 * HUGE_PAGE] == 7
+    assert numbers.count_nonzero() == 2
+
+
+def test_memory_counts_as_taken_before_it_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: tuple[Event, list[int]]
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 2097152 kB\n", encoding="ascii")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "no group")
+    proceed, _ = asked
+    memory = ClaimedMemory(2**29)  # of which nothing is written
+    assert host_memory.available_memory() == 2**31
+    assert memory.claim()
+    assert host_memory.available_memory() == 2**31 - 2**29
+    proceed.set()
+    wait_until_claimed()
+    assert host_memory.available_memory() == 2**31
+
+
+def test_all_is_claimed_in_steps(asked: tuple[Event, list[int]]) -> None:
+    proceed, steps = asked
+    memory = ClaimedMemory(NUM_BYTES)
+    assert memory.claim()
+    proceed.set()
+    wait_until_claimed()
+    assert steps == [HUGE_PAGE, *[HUGE_PAGE] * 5, 4096]
+    assert memory[:] == bytes(NUM_BYTES)
+
+
+def test_a_claim_ends_with_the_last_reference(asked: tuple[Event, list[int]]) -> None:
+    proceed, steps = asked
+    memory = ClaimedMemory(100 * HUGE_PAGE)
+    assert memory.claim()
+    gone = weakref.ref(memory)
+    numbers = torch.frombuffer(memory, dtype=torch.uint8)
+    del memory
+    gc.collect()
+    assert gone() is not None, "the tensor keeps it"
+    del numbers
+    proceed.set()
+    while gone() is not None:
+        sleep(0.001)
+    assert len(steps) <= 3
+
+
+@pytest.mark.parametrize("claims", [True, False], ids=["claimed", "refused"])
+def test_a_large_cache_has_zeros_in_all_pages(
+    monkeypatch: pytest.MonkeyPatch, *, claims: bool
+) -> None:
+    monkeypatch.setattr(cache, "CLAIMED_LATER", 1)
+    if not claims:
+        monkeypatch.setattr(claimed_memory, "madvise", lambda *given: False)
+    pages = PagedCache(
+        num_layers=2,
+        kv_heads=3,
+        head_dim=8,
+        num_pages=50,
+        dtype=torch.bfloat16,
+        device="cpu",
+        state_width=5,
+    )
+    pages.keys[1][-1] = 1
+    assert [len(pages.keys), len(pages.values), pages.keys[0].shape[1:]] == [2, 2, (3, 8)]
+    assert not any(part.any() for part in (pages.keys[0], *pages.values, pages.states))
+    assert pages.keys[1].float().sum() == 3 * 8
+    pages.resize(20)
+    assert not pages.keys[1].any()
+    wait_until_claimed()
