@@ -132,7 +132,9 @@ class WarpBatch:
     def _truncate(self, warped: Tensor) -> None:
         """Apply top-k, top-p and min-p in place. `warped` has its maximum at 0."""
         cut = ~self._greedy & ((self._top_k > 0) | (self._top_p < 1))
-        if cut.any():
+        if cut.all():
+            warped.copy_(top_k_top_p(warped, self._top_k, self._top_p))
+        elif cut.any():
             rows = _indices(cut, warped)
             warped[rows] = top_k_top_p(warped[rows], self._top_k[cut], self._top_p[cut])
         floored = ~self._greedy & (self._min_p > 0)

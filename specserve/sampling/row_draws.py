@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specserve.errors import first_line
 from specserve.sampling.distribution import argmax, sample
+from specserve.sampling.few_tokens import FewTokens
 from specserve.sampling.noise import Purpose, exponential, row_keys, rows_per_chunk
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 DrawRows = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """Returns scores and tokens: see `best_of_rows`."""
 TRIAL_ROWS, TRIAL_VOCAB = 16, 5000
+SPARSE = 16
+"""Tokens of a vocabulary for each with a weight, from which on only those are drawn among."""
 
 
 def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:  # [n]
@@ -30,10 +33,25 @@ def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) ->
 
     weights [rows, vocab], keys [n, 2]. The weights of a row need not sum to 1.
     """
+    if weights.is_cpu:
+        chosen = weights if rows is None else weights[rows]
+        is_drawable = chosen.numpy() != 0
+        if np.count_nonzero(is_drawable) <= is_drawable.size // SPARSE:
+            return _draw_among_few(chosen, keys, FewTokens.from_mask(is_drawable))
     kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
     if kernel is None:
         return torch.cat([sample(*part) for part in _noisy_parts(weights, keys, rows, 0)])
     return kernel(weights, keys, rows, 0)[1]
+
+
+def _draw_among_few(weights: Tensor, keys: Tensor, few: FewTokens) -> Tensor:  # [rows]
+    """Return a draw from each row, all of whose tokens with a weight are among the few."""
+    ids = torch.from_numpy(few.ids)[:, None]
+    noise = exponential(keys[torch.from_numpy(few.rows)], ids)[:, 0].numpy()
+    scores = few.table(weights.numpy()[few.rows, few.ids] / noise, 0)
+    tokens = np.zeros(few.shape, dtype=np.int64)
+    tokens[few.rows, few.columns] = few.ids
+    return torch.from_numpy(tokens).gather(1, argmax(scores)[:, None])[:, 0]
 
 
 def best_of_rows(

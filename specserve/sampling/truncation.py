@@ -1,7 +1,8 @@
-"""Top-k and top-p: by a sort, or by FlashInfer's kernels, which need none.
+"""Top-k and top-p: by a sort, on CPUs of the few tokens that can be kept, or by FlashInfer.
 
-A sort of 256 rows over 128,000 tokens moves all of them several times; FlashInfer looks for the
-threshold instead. Ties at the threshold may then be kept. FlashInfer is an optional dependency.
+A sort of 256 rows over 128,000 tokens moves all of them several times; FlashInfer's kernels look
+for the threshold instead. Ties at the threshold may then be kept. FlashInfer is an optional
+dependency.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve import flashinfer_kernels
+from specserve.sampling.few_tokens import FewTokens
 from specserve.transfers import to_device
 
 log = logging.getLogger(__name__)
 
 SORTED_WIDTH = 4096
 """Width of rows up to which a sort is as cheap."""
+SELECTED = 1024
+"""Largest top-k whose tokens are selected before they are sorted."""
+SUMMED_ROWS = 8
+"""Rows whose weights are added up at once: they stay in the cache."""
+SLACK = 1e-3
+"""Distance from a logit's lower bound that leaves room for rounding."""
 COMPILE = "`python -m specserve.flashinfer_kernels --only sampling`"
 MAX_DIFFERING = 4
 """Tokens of a trial at the edge, which another order of adding may keep or not."""
@@ -34,17 +42,73 @@ def top_k_top_p(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64])
 
     x has its maximum at 0.
     """
-    renormalise = None if x.is_cpu or x.shape[-1] <= SORTED_WIDTH else renormaliser_of(x.device)
+    if x.shape[-1] <= SORTED_WIDTH:
+        return by_sorting(x, top_k, top_p)
+    if x.is_cpu:
+        return by_selecting(x, top_k, top_p)
+    renormalise = renormaliser_of(x.device)
     if renormalise is None:
         return by_sorting(x, top_k, top_p)
     return x.masked_fill(~_kept(renormalise, x, top_k, top_p), -torch.inf)
 
 
-def by_sorting(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+def by_selecting(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+    """Return what `by_sorting` returns of rows on a CPU; tokens that cannot be kept are not sorted.
+
+    Of 49,152 tokens a sort takes 1.0 ms a row, and of 151,936 3.8 ms.
+    """
+    mass = _whole_mass(x, top_k)
+    able = FewTokens.from_mask(x.numpy() >= _lower_bounds(x, top_k, top_p, mass))
+    kept = by_sorting(
+        able.table(x.numpy()[able.rows, able.ids], -np.inf), top_k, top_p, torch.from_numpy(mass)
+    )
+    out = np.full(x.shape, -np.inf, dtype=np.float32)
+    out[able.rows, able.ids] = kept.numpy()[able.rows, able.columns]
+    return torch.from_numpy(out)
+
+
+def _whole_mass(x: Tensor, top_k: NDArray[np.int64]) -> NDArray[np.float64]:  # [rows, 1]
+    """Return the sum of each row's weights; 0 with a top-k, which leaves only some of them."""
+    has_all = top_k <= 0
+    mass = np.zeros((len(x), 1))
+    if has_all.any():
+        whole = x if has_all.all() else x[torch.from_numpy(has_all)]
+        # numpy adds the numbers of a row in the same order whatever the other rows are.
+        parts = [part.exp().double().numpy().sum(-1) for part in whole.split(SUMMED_ROWS)]
+        mass[has_all, 0] = np.concatenate(parts)
+    return mass
+
+
+def _lower_bounds(
+    x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], mass: NDArray[np.float64]
+) -> NDArray[np.float32]:  # [rows, 1]
+    """Return a logit of each row below which no token is kept.
+
+    With a top-k it is the lowest that is kept. Without one, tokens with less than 1 - top-p of the
+    mass, divided by their number, have less than that in all: those above suffice for top-p.
+    """
+    with np.errstate(divide="ignore"):
+        bounds = np.log(mass[:, 0] * np.maximum(0, 1 - top_p) / x.shape[-1]) - SLACK
+    is_few = (top_k > 0) & (top_k <= min(SELECTED, x.shape[-1]))
+    if is_few.any():
+        few = to_device(np.flatnonzero(is_few), x.device)
+        most = int(top_k[is_few].max())
+        ranked = x.index_select(0, few).topk(most).values.numpy()
+        bounds[is_few] = ranked[np.arange(len(ranked)), top_k[is_few] - 1]
+    return bounds[:, None].astype(np.float32)
+
+
+def by_sorting(
+    x: Tensor,
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    mass_without_k: Tensor | None = None,
+) -> Tensor:
     """Return each row with -inf for the tokens that top-k and then top-p exclude.
 
     x has its maximum at 0. Top-k keeps ties, as transformers does. Top-p keeps the smallest set
-    that reaches its mass, the lowest ids of a tie.
+    that reaches its mass, the lowest ids of a tie. `mass_without_k` [rows, 1] is that of rows
+    without top-k, if x lacks some of their tokens.
     """
     vocab = x.shape[-1]
     ranked = _descending(x)
@@ -52,7 +116,10 @@ def by_sorting(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) 
     mass = torch.where(ranked >= ranked.gather(1, last[:, None]), ranked.exp(), 0).double()
     reached = mass.cumsum(-1)
     before = reached - mass  # [rows, vocab]: of the likelier ones
-    wanted = to_device(np.where(top_p < 1, top_p, np.inf)[:, None], x.device) * reached[:, -1:]
+    whole = reached[:, -1:]
+    if mass_without_k is not None:
+        whole = torch.where(to_device(top_k[:, None] > 0, x.device), whole, mass_without_k)
+    wanted = to_device(np.where(top_p < 1, top_p, np.inf)[:, None], x.device) * whole
     num_kept = ((before < wanted) & (mass > 0)).sum(-1, keepdim=True).clamp_(min=1)
     cutoff = ranked.gather(1, num_kept - 1)
     above, tied = x > cutoff, x == cutoff

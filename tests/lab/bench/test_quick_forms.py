@@ -30,6 +30,7 @@ IN_PROCESS = {
     "lab.bench.pools": (),
     "lab.bench.prompts": (),
     "lab.bench.quantized": (),
+    "lab.bench.sampling": (),
     "lab.bench.split_drafts": (),
     "lab.bench.structured": (),
     "lab.bench.tasks": (),

@@ -1,0 +1,108 @@
+"""Top-k and top-p of large vocabularies on CPUs: what a sort of all tokens keeps, and draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.sampling import row_draws
+from specserve.sampling.noise import Purpose, row_keys
+from specserve.sampling.truncation import SELECTED, SORTED_WIDTH, by_selecting, by_sorting
+from specserve.sampling.truncation import top_k_top_p as truncate
+
+VOCAB = 3 * SORTED_WIDTH
+KNOBS = [
+    (0, 0.9),
+    (0, 1e-9),
+    (0, 0.999),
+    (1, 1.0),
+    (20, 0.8),
+    (40, 1.0),
+    (SELECTED, 1.0),
+    (SELECTED + 1, 0.5),
+    (10 * VOCAB, 1.0),
+    (10 * VOCAB, 0.7),
+]
+
+
+def logits(kind: str) -> Tensor:
+    """Return a row for each of KNOBS, with its maximum at 0."""
+    generator = torch.Generator().manual_seed(len(kind))
+    x = torch.randn(len(KNOBS), VOCAB, generator=generator)
+    match kind:
+        case "flat":
+            x *= 0.01
+        case "peaked":
+            x *= 6
+        case "tied":
+            x = (2 * x).round()
+        case "equal":
+            x[:] = 0
+        case "masked":
+            x[torch.rand(x.shape, generator=generator) < 0.99] = -torch.inf
+            x[:, 5] = 1
+        case _:
+            x *= 2
+    return x - x.amax(-1, keepdim=True)
+
+
+def knobs() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    top_k, top_p = zip(*KNOBS, strict=True)
+    return np.array(top_k), np.array(top_p)
+
+
+KINDS = ("usual", "flat", "peaked", "tied", "equal", "masked")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_are_sorted_and_those_of_a_whole_sort_kept(kind: str) -> None:
+    x, expected = logits(kind), by_sorting(logits(kind), *knobs())
+    assert torch.equal(by_selecting(x, *knobs()), expected)
+    assert torch.equal(truncate(x, *knobs()), expected)
+    assert torch.equal(x, logits(kind)), "logits are not changed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_truncated_alone_as_among_others(kind: str) -> None:
+    x, (top_k, top_p) = logits(kind), knobs()
+    together = by_selecting(x, top_k, top_p)
+    for row in range(len(x)):
+        own = slice(row, row + 1)
+        assert torch.equal(by_selecting(x[own], top_k[own], top_p[own]), together[own])
+
+
+def test_rows_that_are_not_finite_keep_nothing_and_harm_no_other() -> None:
+    x = logits("usual")
+    expected = by_selecting(x, *knobs())
+    x[4], x[7, 3] = torch.nan, torch.nan
+    found = by_selecting(x, *knobs())
+    others = [row for row in range(len(x)) if row not in (4, 7)]
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draw_among_few_tokens_is_that_from_the_whole_row(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    x = torch.cat([logits(kind)] * 20)
+    weights = torch.softmax(by_selecting(x, *(np.tile(one, 20) for one in knobs())), -1)
+    weights[3] = 0  # nothing to draw
+    keys = row_keys(range(len(x)), [1], np.arange(len(x)), Purpose.NEXT)
+    few = weights.count_nonzero(-1) <= VOCAB // row_draws.SPARSE
+    rows = torch.arange(len(x)).flip(0)
+    expected = torch.cat([row_draws.sample(*part) for part in dense_parts(weights, keys, rows)])
+    for some in (rows, rows[few[rows]]):
+        own = torch.isin(rows, some)
+        assert torch.equal(row_draws.draw_from_rows(weights, keys[own], some), expected[own])
+    assert few.any()
+    drawn = []
+    monkeypatch.setattr(row_draws, "_draw_among_few", lambda *given: drawn.append(given))
+    row_draws.draw_from_rows(weights[few], keys[few])
+    assert drawn, "few tokens are drawn among"
+
+
+def dense_parts(weights: Tensor, keys: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(row_draws._noisy_parts(weights, keys, rows, 0))
