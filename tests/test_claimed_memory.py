@@ -17,6 +17,7 @@ from specserve import claimed_memory, host_memory
 from specserve.claimed_memory import HUGE_PAGE, ClaimedMemory
 from specserve.models import cache
 from specserve.models.cache import PagedCache
+from tests.support.claims import wait_until_claimed
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="Linux alone gives memory when asked to"
@@ -40,11 +41,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
 
     monkeypatch.setattr(claimed_memory, "madvise", madvise)
     return proceed, steps
-
-
-def wait_until_claimed() -> None:
-    while ClaimedMemory.num_unclaimed():
-        sleep(0.001)
 
 
 def test_what_is_written_meanwhile_stays_and_the_rest_is_zero() -> None:

@@ -1,4 +1,4 @@
-"""What it costs to draw instead of taking the likeliest token: `python -m lab.bench.sampling`.
+"""Tokens that are drawn, beside the likeliest ones: `python -m lab.bench.sampling`.
 
 A chat model with a large vocabulary (`--target MODEL`) answers prompts of tasks.jsonl, greedy and
 with sampling parameters as checkpoints recommend them, in turns, without draft tokens.

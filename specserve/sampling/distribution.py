@@ -87,8 +87,7 @@ class WarpBatch:
             return _one_hot(x)
         highest = x.amax(-1, keepdim=True)
         x = self._divide(x - highest if x is logits else x.sub_(highest))
-        self._truncate(x)
-        p = _normalise(x, as_weights)
+        p = _normalise(self._truncate(x), as_weights)
         if self._greedy.any():
             rows = _indices(self._greedy, x)
             p[rows] = _one_hot(x[rows])
@@ -129,11 +128,11 @@ class WarpBatch:
                 apply_rule(x[first:last], warp.rule, history)
         return x
 
-    def _truncate(self, warped: Tensor) -> None:
-        """Apply top-k, top-p and min-p in place. `warped` has its maximum at 0."""
+    def _truncate(self, warped: Tensor) -> Tensor:
+        """Apply top-k, top-p and min-p. `warped` has its maximum at 0, and may be lost."""
         cut = ~self._greedy & ((self._top_k > 0) | (self._top_p < 1))
         if cut.all():
-            warped.copy_(top_k_top_p(warped, self._top_k, self._top_p))
+            warped = top_k_top_p(warped, self._top_k, self._top_p)
         elif cut.any():
             rows = _indices(cut, warped)
             warped[rows] = top_k_top_p(warped[rows], self._top_k[cut], self._top_p[cut])
@@ -142,6 +141,7 @@ class WarpBatch:
             with np.errstate(divide="ignore"):
                 floor = np.where(floored, np.log(self._min_p), -np.inf)
             warped.masked_fill_(warped < self._column(floor, warped), -torch.inf)
+        return warped
 
     @staticmethod
     def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 
 from specserve.api import app as app_module
 from specserve.api.middleware import MAX_HEAD
+from tests.support.claims import wait_until_claimed
 from tests.support.http_server import FakeService, RunningServer, serving
 
 LIMIT = 10_000
@@ -184,6 +185,7 @@ def test_a_body_that_says_it_is_too_long_is_refused_unread(locked: RunningServer
 def test_a_body_of_100_mb_that_does_not_say_so_is_refused_and_not_held(
     locked: RunningServer,
 ) -> None:
+    wait_until_claimed()
     process, before, most = psutil.Process(), psutil.Process().memory_info().rss, 0
     head = (
         b"POST /detokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"

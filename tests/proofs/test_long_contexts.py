@@ -23,6 +23,7 @@ from specserve.models.llama import FusedNetwork
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import Step
 from tests.support import checkpoints
+from tests.support.claims import wait_until_claimed
 from tests.support.engines import PAGE_SIZE, Engine, greedy
 
 SHORT, LONG = 2_048, 32_768
@@ -158,6 +159,7 @@ def prefill_growth(directory: Path) -> int:
     """Return by how many bytes a process grows while it prefills LONG tokens in chunks."""
     options = ModelOptions(dtype="float32", device="cpu", pages=LONG // PAGE_SIZE)
     runner, prompt = open_model(directory, options).runner, text(LONG)
+    wait_until_claimed()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for start in range(0, LONG, CHUNK):
         runner.run([Step(0, start, prompt[start : start + CHUNK])], [1])

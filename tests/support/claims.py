@@ -1,0 +1,12 @@
+"""Memory that a cache still claims, for tests that measure a process's."""
+
+from __future__ import annotations
+
+from time import sleep
+
+from specserve.claimed_memory import ClaimedMemory
+
+
+def wait_until_claimed() -> None:
+    while ClaimedMemory.num_unclaimed():
+        sleep(0.001)
