@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from time import sleep
 from weakref import WeakSet
 
@@ -28,14 +28,14 @@ NUM_BYTES = 5 * HUGE_PAGE + 4096
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
-    """Return an event for which all steps but the first wait, and the bytes of each step."""
+    """Return an event for which the thread that claims waits, and the bytes of each step."""
     monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
     proceed, steps = Event(), list[int]()
 
     def madvise(address: int, num_bytes: int, advice: int) -> bool:
         if advice == claimed_memory.MADV_POPULATE_WRITE:
             steps.append(num_bytes)
-            if len(steps) > 1:
+            if current_thread().name == "claim":
                 assert proceed.wait(timeout=60)
         return True
 
@@ -43,11 +43,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
     return proceed, steps
 
 
+def reserved(num_bytes: int) -> ClaimedMemory:
+    memory = ClaimedMemory.reserve(num_bytes)
+    assert memory is not None
+    return memory
+
+
 def test_what_is_written_meanwhile_stays_and_the_rest_is_zero() -> None:
-    memory = ClaimedMemory(NUM_BYTES)
-    assert memory.claim()
+    memory = reserved(NUM_BYTES)
     numbers = torch.frombuffer(memory, dtype=torch.uint8)
-    numbers[-1] = numbers[3 * HUGE_PAGE] = 7
+    numbers[-1] = 7
+    ClaimedMemory.claim_all()
+    numbers[3 * HUGE_PAGE] = 7
     wait_until_claimed()
     assert numbers[-1] == numbers[3 * HUGE_PAGE] == 7
     assert numbers.count_nonzero() == 2
@@ -60,29 +67,35 @@ def test_memory_counts_as_taken_before_it_is_claimed(
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "no group")
     proceed, _ = asked
-    memory = ClaimedMemory(2**29)  # of which nothing is written
     assert host_memory.available_memory() == 2**31
-    assert memory.claim()
-    assert host_memory.available_memory() == 2**31 - 2**29
+    memory = reserved(2**29)  # of which nothing is written
+    assert host_memory.available_memory() == 2**31 - 2**29 + HUGE_PAGE
+    ClaimedMemory.claim_all()
     proceed.set()
     wait_until_claimed()
     assert host_memory.available_memory() == 2**31
+    assert len(memory) == 2**29
 
 
-def test_all_is_claimed_in_steps(asked: tuple[Event, list[int]]) -> None:
+def test_all_is_claimed_in_steps_and_not_before_it_is_asked_for(
+    asked: tuple[Event, list[int]],
+) -> None:
     proceed, steps = asked
-    memory = ClaimedMemory(NUM_BYTES)
-    assert memory.claim()
+    memory, other = reserved(NUM_BYTES), reserved(4096)
+    assert steps == [HUGE_PAGE, 4096]
     proceed.set()
+    for _ in range(2):  # once is enough
+        ClaimedMemory.claim_all()
     wait_until_claimed()
-    assert steps == [HUGE_PAGE, *[HUGE_PAGE] * 5, 4096]
+    assert sorted(steps) == [4096] * 2 + [HUGE_PAGE] * 5
     assert memory[:] == bytes(NUM_BYTES)
+    assert other[:] == bytes(4096)
 
 
 def test_a_claim_ends_with_the_last_reference(asked: tuple[Event, list[int]]) -> None:
     proceed, steps = asked
-    memory = ClaimedMemory(100 * HUGE_PAGE)
-    assert memory.claim()
+    memory = reserved(100 * HUGE_PAGE)
+    ClaimedMemory.claim_all()
     gone = weakref.ref(memory)
     numbers = torch.frombuffer(memory, dtype=torch.uint8)
     del memory
@@ -100,6 +113,8 @@ def test_a_large_cache_has_zeros_in_all_pages(
     monkeypatch: pytest.MonkeyPatch, *, claims: bool
 ) -> None:
     monkeypatch.setattr(cache, "CLAIMED_LATER", 1)
+    monkeypatch.setattr(claimed_memory, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
     if not claims:
         monkeypatch.setattr(claimed_memory, "madvise", lambda *given: False)
     pages = PagedCache(
@@ -117,4 +132,7 @@ def test_a_large_cache_has_zeros_in_all_pages(
     assert pages.keys[1].float().sum() == 3 * 8
     pages.resize(20)
     assert not pages.keys[1].any()
+    assert bool(ClaimedMemory.num_unclaimed()) == claims
+    ClaimedMemory.claim_all()
     wait_until_claimed()
+    assert not pages.keys[1].any()

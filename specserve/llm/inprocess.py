@@ -15,6 +15,7 @@ import torch
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import Checkpoints, draft_translation, find_checkpoints
+from specserve.claimed_memory import ClaimedMemory
 from specserve.config.checks import require_no_pool
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
@@ -133,13 +134,24 @@ def open_parts(
     report_progress: ReportProgress = no_progress,
     require: Callable[[Checkpoints], None] | None = None,
 ) -> EngineParts:
-    """Load the models of a config.
+    """Load the models of a config, and begin to claim their caches' memory.
 
     Mistakes in the paths and the tokenizers are raised before any weights are read. `report` gets
     every later exchange with the workers. `require` gets what was found before any weights are
     read, and raises to end it there.
     """
     _require_one_process(config)
+    parts = _opened(config, report, report_progress, require)
+    ClaimedMemory.claim_all()
+    return parts
+
+
+def _opened(
+    config: Config,
+    report: Report | None,
+    report_progress: ReportProgress,
+    require: Callable[[Checkpoints], None] | None,
+) -> EngineParts:
     for model in unpinned_models(config):
         log.warning("%s", model)
     report_progress("finding the models")

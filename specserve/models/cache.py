@@ -463,11 +463,11 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, not uninitialised memory, which padding reads: a NaN spoils masked sums, too.
 
-    Much memory of a host is claimed beside what comes next.
+    Much memory of a host is claimed once models are open.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type == "cpu" and num_bytes >= CLAIMED_LATER:
-        memory = ClaimedMemory(num_bytes)
-        if memory.claim():
+        memory = ClaimedMemory.reserve(num_bytes)
+        if memory is not None:
             return torch.frombuffer(memory, dtype=dtype).view(shape)
     return torch.zeros(*shape, dtype=dtype, device=device)

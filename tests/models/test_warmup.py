@@ -47,12 +47,26 @@ def test_warm_up_times_each_number_of_rows_and_releases_its_sequence() -> None:
     assert not model.held
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_long_passes_are_repeated_less_often(*, timed: bool) -> None:
+    model, rows = FakeTarget(context=4096, slow=12.0), list[int]()
+    verify = model.verify
+
+    def counted(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        rows.append(sum(len(step.tokens) + len(step.drafts) for step in steps))
+        return verify(steps)
+
+    model.verify = counted  # type: ignore[method-assign]
+    warm_up(model, clock=model.clock, timed=timed)
+    assert [rows.count(one) for one in (1, 64, 256)] == ([4, 3, 1] if timed else [4, 3, 3])
+
+
 def test_warm_up_stops_early_for_a_short_context_or_a_slow_machine() -> None:
     short, slow = FakeTarget(context=20), FakeTarget(context=4096, slow=200.0)
     assert max(rows for rows, _ in warm_up(short, clock=short.clock)) == 16
     curve = warm_up(slow, clock=slow.clock)
     assert slow.clock.now < 5
-    assert [rows for rows, _ in curve] == [1, 8, 32], "what shows its shape comes first"
+    assert [rows for rows, _ in curve] == [1, 4, 8, 16, 32], "what shows its shape comes first"
     assert len(warm_up(slow, clock=slow.clock, timed=False)) == len(WARMUP_ROWS), (
         "ranks must all do the same, however slow"
     )

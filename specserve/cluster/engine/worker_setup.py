@@ -7,6 +7,7 @@ import os
 import torch
 
 from specserve.checkpoint_files import draft_translation
+from specserve.claimed_memory import ClaimedMemory
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.worker_host import WorkerPlace, WorkerSite
 from specserve.config.kinds import NGRAM_KINDS
@@ -44,6 +45,7 @@ def set_drafter_up(config: Config, site: WorkerSite, target: ModelInfo) -> OpenD
     )
     warm_up_alone(drafter, target)
     freeze_objects()
+    ClaimedMemory.claim_all()
     if drafter.device.type == "cpu":
         os.nice(NICENESS)  # of this thread, and of those that it starts
     return drafter

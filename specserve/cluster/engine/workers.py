@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specserve.checkpoint_files import draft_translation
+from specserve.claimed_memory import ClaimedMemory
 from specserve.cluster.engine.hidden_relay import MAX_SENT_BYTES, newest_states
 from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.cluster.engine.placement_trial import try_placements, warm_drafter_up
@@ -116,6 +117,7 @@ class TargetWorker:
             if (compiler := self._model.grammar_states.grammar_compiler) is not None:
                 compiler.preload_tokenizer()
         freeze_objects()
+        ClaimedMemory.claim_all()
         info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
