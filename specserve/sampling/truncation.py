@@ -74,7 +74,7 @@ def _whole_mass(x: Tensor, top_k: NDArray[np.int64]) -> NDArray[np.float64]:  # 
     if has_all.any():
         whole = x if has_all.all() else x[torch.from_numpy(has_all)]
         # numpy adds the numbers of a row in the same order whatever the other rows are.
-        parts = [part.exp().double().numpy().sum(-1) for part in whole.split(SUMMED_ROWS)]
+        parts = [part.exp().double().numpy().sum(-1) for part in torch.split(whole, SUMMED_ROWS)]
         mass[has_all, 0] = np.concatenate(parts)
     return mass
 

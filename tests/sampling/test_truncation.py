@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling import row_draws
+from specserve.sampling.distribution import sample
 from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.truncation import SELECTED, SORTED_WIDTH, by_selecting, by_sorting
 from specserve.sampling.truncation import top_k_top_p as truncate
@@ -88,12 +89,13 @@ def test_a_draw_among_few_tokens_is_that_from_the_whole_row(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     x = torch.cat([logits(kind)] * 20)
-    weights = torch.softmax(by_selecting(x, *(np.tile(one, 20) for one in knobs())), -1)
+    top_k, top_p = knobs()
+    weights = torch.softmax(by_selecting(x, np.tile(top_k, 20), np.tile(top_p, 20)), -1)
     weights[3] = 0  # nothing to draw
     keys = row_keys(range(len(x)), [1], np.arange(len(x)), Purpose.NEXT)
     few = weights.count_nonzero(-1) <= VOCAB // row_draws.SPARSE
     rows = torch.arange(len(x)).flip(0)
-    expected = torch.cat([row_draws.sample(*part) for part in dense_parts(weights, keys, rows)])
+    expected = torch.cat([sample(*part) for part in dense_parts(weights, keys, rows)])
     for some in (rows, rows[few[rows]]):
         own = torch.isin(rows, some)
         assert torch.equal(row_draws.draw_from_rows(weights, keys[own], some), expected[own])
