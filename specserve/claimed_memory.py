@@ -53,8 +53,9 @@ class ClaimedMemory(mmap.mmap):
         waiting = [memory for memory in cls._living if not memory._has_claimant]
         for memory in waiting:
             memory._has_claimant = True
-        references = [weakref.ref(memory) for memory in waiting]
-        Thread(target=_claim, args=(references,), name="claim", daemon=True).start()
+        if waiting:
+            references = [weakref.ref(memory) for memory in waiting]
+            Thread(target=_claim, args=(references,), name="claim", daemon=True).start()
 
     @classmethod
     def num_unclaimed(cls) -> int:
@@ -82,7 +83,7 @@ def _claim(references: Sequence[weakref.ref[ClaimedMemory]]) -> None:
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> bool:
-    """Give Linux advice about memory; return whether it was taken, nowhere else."""
+    """Advise the system about memory; return whether it took that. Only Linux does."""
     call = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
     if call is None:
         return False
