@@ -2,9 +2,7 @@
 
 `python -m lab.bench.chat_texts --target FILE.gguf --out DIR` writes files for `specserve eagle
 --text`: whole conversations with the template's own tokens, half of the answers drawn at T = 1 and
-half greedy. With `--own` the model writes the prompts, too, which are of more kinds and subjects
-than ours: after the beginning of a user's turn it continues with what a user might say (Magpie,
-arXiv 2406.08464). It goes on where it ended.
+half greedy. It goes on where it ended.
 """
 
 from __future__ import annotations
@@ -17,16 +15,10 @@ from pathlib import Path
 
 from lab.bench.chat_prompts import prompts
 from specserve import LLM, Sampling
-from specserve.llm.llm import Output, chat_prompts
+from specserve.llm.llm import Output
 
 BATCH = 64
 """Prompts at once, and conversations in a file."""
-PAGES = 4096
-"""Pages of the cache: more than conversations of a batch fill."""
-PROMPT_TOKENS = 96
-"""Most tokens of a prompt that the model writes."""
-MARK = "MARK"
-"""Message whose place in the template a prompt takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,20 +29,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--own", action="store_true", help="answer prompts that the model writes")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     start, drawn = time.monotonic(), 0
-    keys = {"target.threads": options.threads, "cache.pages": PAGES}
-    with LLM(target=options.target, **keys) as llm:
+    with LLM(target=options.target, **{"target.threads": options.threads}) as llm:
         found = list(prompts(options.prompts, seed=options.seed))
         for number, begin in enumerate(range(0, len(found), BATCH)):
+            part = found[begin : begin + BATCH]
             file = options.out / f"{number:04}.txt"
             if file.exists():
                 continue
-            part = found[begin : begin + BATCH]
-            if options.own:
-                part = own_prompts(llm, len(part), seed=options.seed * options.prompts + begin)
             texts, tokens = _conversations(llm, part, number, options.tokens)
             file.write_text("".join(texts), encoding="utf-8")
             drawn += tokens
@@ -58,23 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{file}: {drawn} tokens, {pace:.0f} a second", file=sys.stderr)
 
 
-def own_prompts(llm: LLM, count: int, *, seed: int) -> list[str]:
-    """Return what the model writes in a user's place; unfinished prompts are left out."""
-    (ids,) = chat_prompts(llm.engine, [{"role": "user", "content": MARK}])
-    begin, _ = llm.engine.tokenizer.prompt_tail(ids).split(MARK)
-    outputs = llm.generate(
-        [begin] * count,
-        [Sampling(max_tokens=PROMPT_TOKENS, temperature=1.0, seed=seed + i) for i in range(count)],
-    )
-    return [output.text for output in outputs if output.finish_reason == "stop" and output.text]
-
-
 def _conversations(
     llm: LLM, part: Sequence[str], number: int, tokens: int
 ) -> tuple[list[str], int]:
     """Return the conversations as texts, and the tokens that were drawn."""
-    if not part:
-        return [], 0
     outputs: list[Output] = llm.chat(
         [[{"role": "user", "content": prompt}] for prompt in part],
         [

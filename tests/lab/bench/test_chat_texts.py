@@ -30,17 +30,3 @@ def test_a_file_has_whole_conversations_and_is_not_written_again(tmp_path: Path)
     file.write_text("kept", encoding="utf-8")
     chat_texts.main([*command, "--prompts", "9"])
     assert file.read_text(encoding="utf-8") == "kept"
-
-
-def test_the_model_writes_prompts_of_its_own(tmp_path: Path) -> None:
-    command = ["--target", str(DEMO / "target"), "--tokens", "2", "--own", "--seed", "3"]
-    for name in ("one", "other"):
-        chat_texts.main([*command, "--out", str(tmp_path / name), "--prompts", "64"])
-    one, other = (
-        (tmp_path / name / "0000.txt").read_text(encoding="utf-8") for name in ("one", "other")
-    )
-    assert one == other
-    assert 1 <= one.count("user: ") < 64, "prompts that it does not finish are left out"
-    assert not any(prompt in one for prompt in prompts(64, seed=3))
-    chat_texts.main([*command, "--out", str(tmp_path / "none"), "--prompts", "1"])
-    assert (tmp_path / "none" / "0000.txt").read_text(encoding="utf-8") == ""
