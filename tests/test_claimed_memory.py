@@ -13,8 +13,9 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from specserve import claimed_memory, host_memory
+from specserve import LLM, claimed_memory, host_memory
 from specserve.claimed_memory import HUGE_PAGE, ClaimedMemory
+from specserve.config.tree import DEMO
 from specserve.models import cache
 from specserve.models.cache import PagedCache
 from tests.support.claims import wait_until_claimed
@@ -136,3 +137,13 @@ def test_a_large_cache_has_zeros_in_all_pages(
     ClaimedMemory.claim_all()
     wait_until_claimed()
     assert not pages.keys[1].any()
+
+
+def test_models_that_are_open_have_their_caches_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "CLAIMED_LATER", 1)
+    monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
+    with LLM(DEMO / "target", DEMO / "draft", **{"cache.pages": 300}):
+        assert len(ClaimedMemory._living) == 4, "keys and values of both"
+        assert all(memory._has_claimant for memory in ClaimedMemory._living)
+        while ClaimedMemory.num_unclaimed():
+            sleep(0.001)

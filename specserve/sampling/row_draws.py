@@ -34,10 +34,10 @@ def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) ->
     weights [rows, vocab], keys [n, 2]. The weights of a row need not sum to 1.
     """
     if weights.is_cpu:
-        chosen = weights if rows is None else weights[rows]
-        is_drawable = chosen.numpy() != 0
+        weights, rows = weights if rows is None else weights[rows], None
+        is_drawable = weights.numpy() != 0
         if np.count_nonzero(is_drawable) <= is_drawable.size // SPARSE:
-            return _draw_among_few(chosen, keys, FewTokens.from_mask(is_drawable))
+            return _draw_among_few(weights, keys, FewTokens.from_mask(is_drawable))
     kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
     if kernel is None:
         return torch.cat([sample(*part) for part in _noisy_parts(weights, keys, rows, 0)])
