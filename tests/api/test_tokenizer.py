@@ -306,10 +306,10 @@ def test_pushing_costs_the_same_however_long_the_text_is() -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["never" * 50])
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(200):
             detokenizer.push(ids)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     early = min(seconds() for _ in range(5))
     for _ in range(50):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -23,6 +24,25 @@ def record_batches(target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch) -> l
 
     monkeypatch.setattr(target, "verify", recording)
     return sizes
+
+
+def hold_after_first_pass(
+    target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
+    """Let every pass but the first wait for the event: a text cannot end before it is set."""
+    freed = threading.Event()
+    verify = target.verify
+    passes = 0
+
+    def waiting(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        nonlocal passes
+        passes += 1
+        if passes > 1:
+            freed.wait()
+        return verify(steps)
+
+    monkeypatch.setattr(target, "verify", waiting)
+    return freed
 
 
 async def text_of(llm: AsyncLLM, prompt: str, sampling: Sampling) -> str:
@@ -91,29 +111,38 @@ def test_a_stream_that_is_closed_is_cancelled_and_frees_its_sequence(
 ) -> None:
     llm, target = scripted("0123456789" * 90, gamma=0)
     sizes = record_batches(target, monkeypatch)
+    freed = hold_after_first_pass(target, monkeypatch)
 
     async def main() -> None:
         async with AsyncLLM.from_llm(llm) as served:
             stream = served.stream("a", Sampling(max_tokens=900))
             assert (await anext(stream)).text
             await stream.aclose()
+            freed.set()
             other = await served.generate("a", Sampling(max_tokens=3))
             assert other.text == "012"
             while len(target.released) < 2:  # the last round releases
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
-    assert sum(sizes) < 900
+    assert sum(sizes) < 10
 
 
-def test_what_is_under_way_when_it_closes_ends_with_an_error() -> None:
-    llm, _ = scripted("0123456789" * 90, gamma=0)
+def test_what_is_under_way_when_it_closes_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, target = scripted("0123456789" * 90, gamma=0)
+    freed = hold_after_first_pass(target, monkeypatch)
 
     async def main() -> None:
         served = AsyncLLM.from_llm(llm)
         stream = served.stream("a", Sampling(max_tokens=900))
         await anext(stream)
-        await served.close()
+        closing = asyncio.create_task(served.close())
+        while not served._rounds._closed:
+            await asyncio.sleep(0.001)
+        freed.set()
+        await closing
         with pytest.raises(Overloaded, match="closed"):
             async for _ in stream:
                 pass

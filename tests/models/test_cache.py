@@ -547,11 +547,11 @@ def test_a_decode_step_costs_microseconds() -> None:
     cache.append(1, range(100))
     best, start = float("inf"), 100
     for _ in range(10):
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         for _ in range(500):
             cache.truncate(1, start)
             cache.reserve(1, start + 6)
             cache.append(1, (1, 2, 3, 4, 5, 6))
             start += 3
-        best = min(best, (time.perf_counter() - start_s) / 500)
+        best = min(best, (time.process_time() - start_s) / 500)
     assert best < 50e-6  # about 3 us when nothing else runs

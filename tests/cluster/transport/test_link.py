@@ -258,7 +258,7 @@ def test_a_worker_that_does_not_answer_is_lost_at_the_deadline_and_not_later() -
         begun = time.monotonic()
         with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:\d+ has not answered within 0.2 s"):
             await client.call(verify(1), 0.2)
-        assert 0.19 < time.monotonic() - begun < 1
+        assert 0.19 < time.monotonic() - begun < SECONDS
         await finish(client, thread)
 
     with worker(server, lambda message: None) as thread:
@@ -368,7 +368,7 @@ def test_a_stopped_worker_is_noticed_within_five_seconds_and_a_busy_one_is_not_l
         begun = time.monotonic()
         with pytest.raises(WorkerLost, match="silent"):
             await client.call(verify(3), SECONDS)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < SECONDS
         client.close()
 
     run(main())
@@ -463,7 +463,7 @@ def test_a_server_waits_no_longer_than_asked_and_says_when_something_is_there() 
     server, client = pair()
     begun = time.monotonic()
     assert server.receive(0.1) is None
-    assert 0.09 < time.monotonic() - begun < 1
+    assert 0.09 < time.monotonic() - begun < SECONDS
     assert server.receive(0.0) is None
     assert not server.has_message()
     client.post(verify(1))
