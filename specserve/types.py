@@ -70,12 +70,12 @@ class Warp:
     @property
     def needs_history(self) -> bool:
         """True if the distribution depends on the tokens before."""
-        return self.has_penalties or self.rule is not None
+        return self.rule is not None or self.has_penalties
 
     @property
     def depends_on_ids(self) -> bool:
         """True if tokens with equal logits may have different probabilities."""
-        return self.needs_history or bool(self.logit_bias)
+        return bool(self.logit_bias) or self.needs_history
 
     @property
     def truncates(self) -> bool:

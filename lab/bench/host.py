@@ -9,6 +9,7 @@ Python functions, which no other work on the machine changes.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specserve.cluster.engine.long_lived import freeze_objects
 from specserve.config.tree import config_from_keys
 from specserve.llm.inprocess import open_parts
 from specserve.llm.local_engine import LocalEngine
@@ -127,6 +129,7 @@ def measure(sequences: int, gamma: int, temperature: float, rounds: int) -> Host
         engine.step(waiting)
     for _ in range(WARM_ROUNDS):  # through all prompts
         engine.step(waiting)
+    freeze_objects()  # as servers do
     seconds, of_stages = time_rounds(engine, rounds)
     num_calls = count_calls(engine, rounds)
     engine.close()
@@ -191,9 +194,9 @@ def count_calls(engine: LocalEngine, rounds: int) -> float:
     return num_calls / rounds
 
 
-def page(found: Sequence[HostRound], rounds: int) -> str:
+def page(found: Sequence[HostRound], rounds: int, load: float) -> str:
     names = [stage.strip("_").removesuffix("_outbox") for stage in STAGES]
-    machine = f"one thread, Python {platform.python_version()}, a machine shared with others"
+    machine = f"one thread, Python {platform.python_version()}, load before {load:.1f}"
     return "\n".join(
         [
             "# The host's work of a round",
@@ -215,13 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the page here, instead of printing it")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     found = [
         measure(sequences, gamma, temperature, rounds)
         for gamma, temperature in SETTINGS
         for sequences in ((1, 2) if options.quick else SEQUENCES)
     ]
-    text = page(found, rounds)
+    text = page(found, rounds, load)
     if options.out is None:
         print(text)
     else:

@@ -143,16 +143,16 @@ class Continuation:
         """
         self.stats = chunk.stats or self.stats
         self._add_prompt_logprobs(chunk.prompt_logprobs)
-        if self.hit_stop_string:
+        detokenizer = self._detokenizer
+        if detokenizer.hit_stop_string:
             return OutputDelta("")
-        num_before = self._detokenizer.num_tokens
+        num_before = detokenizer.num_tokens
         is_hidden = chunk.finish is FinishReason.STOP and not self._includes_stop
         shown = chunk.tokens[:-1] if is_hidden else chunk.tokens
         reasoning, text = self._split_reasoning(shown, is_last=chunk.finish is not None)
-        end = (
-            self._detokenizer.num_tokens - num_before if self.hit_stop_string else len(chunk.tokens)
-        )
-        self.finish = FinishReason.STOP if self.hit_stop_string else chunk.finish
+        self.finish, end = chunk.finish, len(chunk.tokens)
+        if detokenizer.hit_stop_string:
+            self.finish, end = FinishReason.STOP, detokenizer.num_tokens - num_before
         self.token_ids += chunk.tokens[:end]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[:end]
         content, calls = self._parse_calls(text)

@@ -61,7 +61,8 @@ class IncrementalDetokenizer:
             self.num_tokens += 1
             if self._append(self._utf8.decode(self._token_bytes(token))):
                 return self._emit(len(self._pending))
-        return self._emit(len(self._pending) - self._partial_stop_length())
+        held = self._partial_stop_length() if self._stop else 0
+        return self._emit(len(self._pending) - held)
 
     def finish(self) -> str:
         """Return the rest of the text, when no more tokens will come."""

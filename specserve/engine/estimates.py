@@ -123,10 +123,12 @@ class CostEstimate:
         positions, seconds = zip(*(curve or _DEFAULT_CURVE), strict=True)
         self._positions = np.array(positions, dtype=float)
         self._seconds = np.maximum.accumulate(np.array(seconds))
+        lines = np.diff(self._seconds) / np.diff(self._positions)
+        self._last_line = float(lines[-1]) if len(lines) else 0.0  # seconds a position
         self._mean_positions = float(positions[0])
         self._mean_seconds: float | None = None  # until a round was seen
-        # Covariance and variance, so that their ratio starts at 1.
-        self._slope = np.array([_SLOPE_PRIOR, _SLOPE_PRIOR])
+        # Their ratio is the slope, which starts at 1.
+        self._covariance = self._variance = _SLOPE_PRIOR
         # Draft passes over target passes of as many rows, in the last rounds that waited.
         self._draft_costs: deque[float] = deque(maxlen=_MAX_WAITS)
         # Seconds of plain rounds over the warm-up's passes of as many rows; None: none was seen.
@@ -142,7 +144,7 @@ class CostEstimate:
             if self._mean_seconds is not None
             else float(self._curve(self._mean_positions))
         )
-        slope = self._slope[0] / self._slope[1]
+        slope = self._covariance / self._variance
         seconds: Reals = mean * np.maximum(
             0.1, 1 + slope * (self._curve(positions) / self._curve(self._mean_positions) - 1)
         )
@@ -179,13 +181,10 @@ class CostEstimate:
         if self._mean_seconds is None:
             self._mean_positions, self._mean_seconds = float(positions), seconds
             return
-        more = self._curve(positions) / self._curve(self._mean_positions) - 1
+        more = float(self._curve(positions) / self._curve(self._mean_positions)) - 1
         longer = seconds / self._mean_seconds - 1
-        self._slope = np.maximum(
-            (1 - _SLOPE_BLEND) * self._slope
-            + _SLOPE_BLEND * np.array([_SLOPE_PRIOR + more * longer, _SLOPE_PRIOR + more * more]),
-            1e-3,
-        )
+        self._covariance = _blend_slope(self._covariance, more * longer)
+        self._variance = _blend_slope(self._variance, more * more)
         self._mean_positions += _BLEND * (positions - self._mean_positions)
         self._mean_seconds += _BLEND * (seconds - self._mean_seconds)
 
@@ -222,12 +221,10 @@ class CostEstimate:
 
         Beyond the last measurement the last line goes on.
         """
-        positions = np.asarray(positions, dtype=float)
         inside = np.interp(positions, self._positions, self._seconds)
-        if len(self._positions) < 2:
-            return inside
-        slope = (self._seconds[-1] - self._seconds[-2]) / (
-            self._positions[-1] - self._positions[-2]
-        )
-        beyond: Reals = inside + slope * np.maximum(0.0, positions - self._positions[-1])
+        beyond: Reals = inside + self._last_line * np.maximum(0.0, positions - self._positions[-1])
         return beyond
+
+
+def _blend_slope(known: float, newest: float) -> float:
+    return max(1e-3, (1 - _SLOPE_BLEND) * known + _SLOPE_BLEND * (_SLOPE_PRIOR + newest))

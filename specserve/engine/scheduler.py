@@ -119,7 +119,7 @@ class Scheduler:
         """
         kept_out = held_back(self.running) if isolated is None else set()
         wanted = [
-            (sequence, max(0, min(gamma, sequence.max_drafts)))
+            (sequence, gamma and max(0, min(gamma, sequence.max_drafts)))
             for sequence, gamma in zip(self.running, gammas, strict=True)
             if sequence not in kept_out and (isolated is None or sequence is isolated)
         ]
@@ -162,7 +162,8 @@ class Scheduler:
 
     def _need(self, sequence: Sequence, more: int = 0) -> int:
         """Return the pages of a sequence with `more` tokens; encoder input has pages of its own."""
-        return self._pages(sequence.length + more) + self._pages(len(sequence.encoder_input))
+        pages = self._pages(len(sequence.committed) + more)
+        return pages + self._pages(len(sequence.encoder_input)) if self._has_encoder else pages
 
     def _preempt(self) -> None:
         """Take the pages of a sequence of the client whose sequence is the youngest.
@@ -233,14 +234,13 @@ class Scheduler:
             cap = budget // len(decoding)
         entries = []
         for sequence, wanted in decoding:
-            length = sequence.length
-            pages = self._pages(length)
-            gamma = min(wanted, cap, (pages + free) * self._page_size - length)
-            free -= self._pages(length + gamma) - pages
-            draft_stop = length if gamma else None
-            entries.append(
-                BatchEntry(sequence, length, needs_verdict=True, gamma=gamma, draft_stop=draft_stop)
-            )
+            entry = BatchEntry(sequence, len(sequence.committed), needs_verdict=True)
+            if wanted:
+                pages = self._pages(entry.stop)
+                entry.gamma = min(wanted, cap, (pages + free) * self._page_size - entry.stop)
+                free -= self._pages(entry.stop + entry.gamma) - pages
+                entry.draft_stop = entry.stop if entry.gamma else None
+            entries.append(entry)
         return entries
 
     def _limit_drafter(self, entries: list[BatchEntry], limit: int) -> int:
@@ -295,5 +295,5 @@ class Scheduler:
 def _set_next_gammas(entries: abc.Sequence[BatchEntry], wanted: abc.Mapping[Sequence, int]) -> None:
     """Want as many draft tokens in the next round, if they are still of use there."""
     for entry in entries:
-        sequence = entry.sequence
-        entry.next_gamma = max(0, min(wanted[sequence], sequence.max_drafts - 1))
+        if gamma := wanted[entry.sequence]:
+            entry.next_gamma = max(0, min(gamma, entry.sequence.max_drafts - 1))

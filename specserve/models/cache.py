@@ -197,7 +197,7 @@ class PagedCache:
             )
         if sequence is None:
             return
-        if length < sequence.reserved:
+        if length < held or length + self.page_size <= sequence.reserved:
             self._shrink(sequence, length)
         self.commit(seq_id, length if committed is None else committed)
 

@@ -42,6 +42,7 @@ class Rows:
     """The rows of a pass, one sequence after the other."""
 
     firsts: Ints  # [seqs] the first row of each
+    starts: Ints  # [passes, seqs] its position
     positions: Ints  # [passes, rows]
     slots: Ints  # [passes, rows]
 
@@ -87,15 +88,15 @@ class Planner:
         """Lay out any sequences for attention that reads pages in place."""
         rows = self._rows(writes, passes)
         owner, first, counts = np.arange(len(writes.counts)), rows.firsts, writes.counts
-        if (counts > run_rows).any():
+        starts = rows.starts
+        if counts.max() > run_rows:
             num_runs = -(-counts // run_rows)  # [seqs]
             owner = np.repeat(owner, num_runs)  # [runs]
             skipped = (np.arange(len(owner)) - (np.cumsum(num_runs) - num_runs)[owner]) * run_rows
-            first = first[owner] + skipped
+            first, starts = first[owner] + skipped, starts[:, owner] + skipped
             counts = np.minimum(counts[owner] - skipped, run_rows)
-        positions = rows.positions[:, first]  # [passes, runs]
         runs = np.empty((passes, len(owner), 4), np.int64)
-        runs[:, :, 0], runs[:, :, 1], runs[:, :, 2], runs[:, :, 3] = first, counts, positions, owner
+        runs[:, :, 0], runs[:, :, 1], runs[:, :, 2], runs[:, :, 3] = first, counts, starts, owner
         block_table = torch.from_numpy(np.ascontiguousarray(writes.block_table))
         of_passes = zip(
             self._tensor(rows.positions).unbind(0),
@@ -110,14 +111,14 @@ class Planner:
 
     def _rows(self, writes: Writes, passes: int) -> Rows:
         """Return the rows of any sequences, in consecutive passes."""
-        counts = writes.counts
-        owner = np.repeat(np.arange(len(counts)), counts)  # [rows]
-        firsts = np.cumsum(counts) - counts
-        # [passes, seqs] relative to the starts of the last pass
-        offsets = np.arange(1 - passes, 1)[:, None] * counts
+        counts, owner = writes.counts, np.arange(len(writes.counts))
+        starts = writes.starts + np.arange(1 - passes, 1)[:, None] * counts  # [passes, seqs]
+        if counts.max() == 1:  # decoding
+            return Rows(owner, starts, starts, self._slots(writes.block_table, owner, starts))
+        owner, firsts = owner.repeat(counts), counts.cumsum() - counts  # [rows], [seqs]
         # [passes, rows], taken, not indexed, which would leave rows of a pass apart in memory
-        positions = np.arange(len(owner)) + np.take(writes.starts - firsts + offsets, owner, axis=1)
-        return Rows(firsts, positions, self._slots(writes.block_table, owner, positions))
+        positions = np.arange(len(owner)) + (starts - firsts).take(owner, axis=1)
+        return Rows(firsts, starts, positions, self._slots(writes.block_table, owner, positions))
 
     def _single_sequence(self, writes: Writes, passes: int) -> list[Layout]:
         """Lay out one sequence, whose positions and slots are ranges of its group's."""

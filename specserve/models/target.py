@@ -232,7 +232,7 @@ class TargetModel:
             warps = WarpBatch(
                 [step.policy.warp for step in whole],
                 [len(step.drafts) + 1 for step in whole],
-                [self._history(step) for step in whole],
+                [self._history(step) if step.policy.warp.needs_history else None for step in whole],
             )
             if warps.all_greedy:
                 compared += whole
@@ -257,9 +257,7 @@ class TargetModel:
                 outcomes[step.seq_id] = (count, NOT_FINITE if is_broken else token)
         return outcomes
 
-    def _history(self, step: VerifyStep) -> History | None:
-        if not step.policy.warp.needs_history:
-            return None
+    def _history(self, step: VerifyStep) -> History:
         written = self.runner.cache.tokens(step.seq_id)
         return History(
             written[: len(written) - len(step.drafts)], step.policy.prompt_length, step.drafts

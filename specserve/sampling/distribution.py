@@ -177,11 +177,12 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def where_finite(tokens: Tensor, highest: Tensor) -> Tensor:
-    """Return the tokens of the rows whose highest logits are finite, else NOT_FINITE.
+    """Return the tokens of the rows whose highest logits are finite, else NOT_FINITE, on a CPU.
 
     What is not a number counts as the highest of its row.
     """
-    return torch.where(highest.isfinite(), tokens, NOT_FINITE)
+    is_finite = np.isfinite(highest.float().numpy())
+    return tokens if is_finite.all() else tokens.where(torch.from_numpy(is_finite), NOT_FINITE)
 
 
 def truncate_to_support(q: Tensor, support: int) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,8 @@ def adjustments_of(
     stop = 0
     for warp, rows, history in zip(warps, num_rows, histories, strict=True):
         start, stop = stop, stop + rows
-        assert not warp.needs_history or history is not None, "penalties and rules need a history"
         if warp.depends_on_ids:
+            assert not warp.needs_history or history is not None, "a warp lacks its history"
             found.append((start, stop, warp, history if warp.needs_history else None))
     return found
 
