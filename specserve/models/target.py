@@ -41,7 +41,13 @@ from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.penalties import History
 from specserve.sampling.row_draws import draw_kernel_of
 from specserve.sampling.truncation import renormaliser_of
-from specserve.sampling.verify import RandomStreams, VerifyResult, verify, verify_greedy
+from specserve.sampling.verify import (
+    RandomStreams,
+    VerifyResult,
+    draw_next,
+    verify,
+    verify_greedy,
+)
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
@@ -394,29 +400,32 @@ def _num_logits(steps: Sequence[VerifyStep]) -> list[int]:
 
 
 def _verify_drafts(steps: Sequence[VerifyStep], warps: WarpBatch, logits: Tensor) -> VerifyResult:
-    policies = [step.policy for step in steps]
+    names = [step.policy.verifier for step in steps]
+    streams = RandomStreams.from_seeds(
+        [step.policy.seed for step in steps], [step.stop for step in steps]
+    )
+    if not any(step.drafts for step in steps):
+        following = draw_next(names, warps, logits, streams)
+        return VerifyResult(torch.zeros_like(following), following)
     # A draw needs no sum over the vocabulary, and has the bits of one on shares of it.
-    is_draw = np.array([policy.verifier == "coupled" for policy in policies])
+    is_draw = np.array([step.policy.verifier == "coupled" or not step.drafts for step in steps])
     counts = [len(step.drafts) + 1 for step in steps]
     p = warps.probabilities(logits, as_weights=is_draw.repeat(counts))
     drafts = DraftBatch.from_tokens(
         [step.drafts for step in steps],
         [step.q for step in steps],
-        lenience=[policy.lenience for policy in policies],
+        lenience=[step.policy.lenience for step in steps],
         device=p.device,
     )
-    streams = RandomStreams.from_seeds(
-        [policy.seed for policy in policies], [step.stop for step in steps]
-    )
-    return verify([policy.verifier for policy in policies], p, drafts, streams)
+    return verify(names, p, drafts, streams)
 
 
 def _broken_rows(logits: Tensor) -> list[int]:
     """Return the rows whose highest logits are not finite, on a CPU."""
     if not logits.is_cpu:
         return []
-    is_finite = logits.amax(-1).isfinite()
-    return [] if is_finite.all() else (~is_finite).nonzero()[:, 0].tolist()
+    is_finite = np.isfinite(logits.float().numpy().max(-1))
+    return [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
 
 
 def _logprobs(

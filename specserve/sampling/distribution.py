@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.sampling.few_tokens import FewTokens
 from specserve.sampling.penalties import History, PenaltyCells, PenaltyCounts, adjustments_of
 from specserve.sampling.token_rule import apply_rule
-from specserve.sampling.truncation import top_k_top_p
+from specserve.sampling.truncation import SORTED_WIDTH, select, top_k_top_p
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, PromptLogprobs, SparseDistribution, Warp
 
@@ -82,16 +83,25 @@ class WarpBatch:
         Rows `as_weights` [rows] have weights in proportion to p, which suffice for a draw: those
         that `weights` returns.
         """
-        x = self._apply_adjustments(logits, drawn)
         if self.all_greedy:
-            return _one_hot(x)
-        highest = x.amax(-1, keepdim=True)
-        x = self._divide(x - highest if x is logits else x.sub_(highest))
+            return _one_hot(self._apply_adjustments(logits, drawn))
+        x = self._warped(logits, drawn)
         p = _normalise(self._truncate(x), as_weights)
         if self._greedy.any():
             rows = _indices(self._greedy, x)
             p[rows] = _one_hot(x[rows])
         return p
+
+    def few_weights(self, logits: Tensor) -> tuple[FewTokens, Tensor] | None:
+        """Return the tokens that top-k or top-p leave in each row, and a table of their weights.
+
+        The weights are the same as in `probabilities`. None if a row keeps all tokens, or on a GPU.
+        """
+        is_cut = ~self._greedy & ((self._top_k > 0) | (self._top_p < 1))
+        if not logits.is_cpu or logits.shape[-1] <= SORTED_WIDTH or not is_cut.all():
+            return None
+        few, kept = select(self._warped(logits), self._top_k, self._top_p)
+        return few, self._apply_floor(kept).exp_()
 
     def weights(self, logits: Tensor, highest: Tensor) -> Tensor:
         """Return weights in proportion to p, float32, of a part of the vocabulary.
@@ -101,6 +111,12 @@ class WarpBatch:
         warps that neither adjust nor truncate, and are not greedy.
         """
         return self._divide(logits.float() - highest).exp_()
+
+    def _warped(self, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
+        """Return the adjusted logits with their maximum at 0, divided by the temperatures."""
+        x = self._apply_adjustments(logits, drawn)
+        highest = x.amax(-1, keepdim=True)
+        return self._divide(x - highest if x is logits else x.sub_(highest))
 
     def _divide(self, x: Tensor) -> Tensor:
         """Divide by the temperatures, in place."""
@@ -136,6 +152,10 @@ class WarpBatch:
         elif cut.any():
             rows = _indices(cut, warped)
             warped[rows] = top_k_top_p(warped[rows], self._top_k[cut], self._top_p[cut])
+        return self._apply_floor(warped)
+
+    def _apply_floor(self, warped: Tensor) -> Tensor:
+        """Apply min-p, in place."""
         floored = ~self._greedy & (self._min_p > 0)
         if floored.any():
             with np.errstate(divide="ignore"):

@@ -33,3 +33,8 @@ class FewTokens:
         table = np.full(self.shape, fill, dtype=np.float32)
         table[self.rows, self.columns] = values
         return torch.from_numpy(table)
+
+    def of_table(self, table: Tensor) -> NDArray[np.float32]:
+        """Return the value of each chosen token in such a table."""
+        values: NDArray[np.float32] = table.numpy()[self.rows, self.columns]
+        return values

@@ -12,10 +12,11 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import first_line
-from specserve.sampling.distribution import argmax, sample
+from specserve.sampling.distribution import WarpBatch, argmax, sample
 from specserve.sampling.few_tokens import FewTokens
 from specserve.sampling.noise import Purpose, exponential, row_keys, rows_per_chunk
 
@@ -28,6 +29,17 @@ SPARSE = 16
 """Tokens of a vocabulary for each with a weight, from which on only those are drawn among."""
 
 
+def draw_by_logits(warps: WarpBatch, logits: Tensor, keys: Tensor) -> Tensor:
+    """Return a draw for each row of logits [rows, vocab], keys [rows, 2] -> [rows]."""
+    found = warps.few_weights(logits)
+    if found is None:
+        return draw_from_rows(
+            warps.probabilities(logits, as_weights=np.full(len(logits), True)), keys
+        )
+    few, weights = found
+    return draw_among_few(few, few.of_table(weights), keys)
+
+
 def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:  # [n]
     """Return a draw from each of these rows, None: from every one.
 
@@ -37,18 +49,21 @@ def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) ->
         weights, rows = weights if rows is None else weights[rows], None
         is_drawable = weights.numpy() != 0
         if np.count_nonzero(is_drawable) <= is_drawable.size // SPARSE:
-            return _draw_among_few(weights, keys, FewTokens.from_mask(is_drawable))
+            few = FewTokens.from_mask(is_drawable)
+            return draw_among_few(few, weights.numpy()[few.rows, few.ids], keys)
     kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
     if kernel is None:
         return torch.cat([sample(*part) for part in _noisy_parts(weights, keys, rows, 0)])
     return kernel(weights, keys, rows, 0)[1]
 
 
-def _draw_among_few(weights: Tensor, keys: Tensor, few: FewTokens) -> Tensor:  # [rows]
+def draw_among_few(
+    few: FewTokens, weights: NDArray[np.float32], keys: Tensor
+) -> Tensor:  # [chosen], [rows, 2] -> [rows]
     """Return a draw from each row, all of whose tokens with a weight are among the few."""
     ids = torch.from_numpy(few.ids)[:, None]
     noise = exponential(keys[torch.from_numpy(few.rows)], ids)[:, 0].numpy()
-    scores = few.table(weights.numpy()[few.rows, few.ids] / noise, 0)
+    scores = few.table(weights / noise, 0)
     tokens = np.zeros(few.shape, dtype=np.int64)
     tokens[few.rows, few.columns] = few.ids
     return torch.from_numpy(tokens).gather(1, argmax(scores)[:, None])[:, 0]

@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.sampling.distribution import WarpBatch
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.noise import Purpose, row_keys, seed_array, uniform
-from specserve.sampling.row_draws import draw_from_rows
+from specserve.sampling.row_draws import draw_by_logits, draw_from_rows
 from specserve.transfers import to_device
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -116,8 +117,6 @@ def verify(
     names: Sequence[str], p: Tensor, drafts: DraftBatch, streams: RandomStreams
 ) -> VerifyResult:
     """Verify each sequence under its own rule: `names` [seqs], p [rows, vocab]."""
-    if names and not drafts.host_lengths.any():
-        return VerifyResult(drafts.lengths, draw_next(names, p, streams))
     present = set(names)
     if len(present) == 1:
         return VERIFIERS[present.pop()](p, drafts, streams)
@@ -132,18 +131,20 @@ def verify(
     return result
 
 
-def draw_next(names: Sequence[str], p: Tensor, streams: RandomStreams) -> Tensor:  # [seqs]
-    """Return the next token of sequences without draft tokens: a draw from p [seqs, vocab].
+def draw_next(
+    names: Sequence[str], warps: WarpBatch, logits: Tensor, streams: RandomStreams
+) -> Tensor:  # [seqs]
+    """Return the next token of sequences without draft tokens: a draw by logits [seqs, vocab].
 
     All rules come down to it, and `coupled` draws with its own noise.
     """
     is_coupled = np.array([name == "coupled" for name in names])
     purpose = Purpose.COUPLED if is_coupled.all() else Purpose.NEXT
-    keys = streams.keys(purpose, 1, p.device)[:, 0]
+    keys = streams.keys(purpose, 1, logits.device)[:, 0]
     if is_coupled.any() and not is_coupled.all():
-        of_coupled = streams.keys(Purpose.COUPLED, 1, p.device)[:, 0]
-        keys = torch.where(to_device(is_coupled[:, None], p.device), of_coupled, keys)
-    return draw_from_rows(p, keys)
+        of_coupled = streams.keys(Purpose.COUPLED, 1, logits.device)[:, 0]
+        keys = torch.where(to_device(is_coupled[:, None], logits.device), of_coupled, keys)
+    return draw_by_logits(warps, logits, keys)
 
 
 def verify_greedy(own: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

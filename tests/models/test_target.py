@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.target import TargetModel
+from specserve.sampling import row_draws, verify
+from specserve.sampling.row_draws import draw_from_rows
 from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 from tests.support import checkpoints
 
@@ -86,6 +88,25 @@ def test_penalties_see_the_drafts_before_each_position(checkpoint: Path) -> None
         [VerifyStep(0, 0, PROMPT, tuple(expected[:7]), None, own_policy)]
     )
     assert (verdict.accepted, verdict.next_token) == (7, expected[7])
+
+
+def test_a_sequence_without_drafts_draws_from_the_same_bits_beside_one_with_drafts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.Tensor] = []
+
+    def draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        drawn.append(weights)
+        return draw_from_rows(weights, keys)
+
+    for module in (row_draws, verify):
+        monkeypatch.setattr(module, "draw_from_rows", draw)
+    plain = VerifyStep(0, 0, PROMPT, (), None, policy(temperature=0.7))
+    drafted = VerifyStep(1, 0, PROMPT[5:], (7, 8), None, policy(temperature=0.7))
+    (alone,) = open_target_model(checkpoint).verify([plain])
+    beside, _ = open_target_model(checkpoint).verify([plain, drafted])
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert alone == beside
 
 
 def test_a_repeated_step_gives_the_same_verdict(checkpoint: Path) -> None:

@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling import row_draws
-from specserve.sampling.distribution import sample
+from specserve.sampling.distribution import WarpBatch, sample
 from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.truncation import SELECTED, SORTED_WIDTH, by_selecting, by_sorting
 from specserve.sampling.truncation import top_k_top_p as truncate
+from specserve.sampling.verify import RandomStreams, draw_next
+from specserve.types import Warp
 
 VOCAB = 3 * SORTED_WIDTH
 KNOBS = [
@@ -100,9 +102,45 @@ def test_a_draw_among_few_tokens_is_that_from_the_whole_row(
         assert torch.equal(row_draws.draw_from_rows(weights, keys[own], some), expected[own])
     assert few.any()
     drawn = []
-    monkeypatch.setattr(row_draws, "_draw_among_few", lambda *given: drawn.append(given))
+    monkeypatch.setattr(row_draws, "draw_among_few", lambda *given: drawn.append(given))
     row_draws.draw_from_rows(weights[few], keys[few])
     assert drawn, "few tokens are drawn among"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_without_draft_tokens_draws_what_whole_rows_draw(kind: str) -> None:
+    x = 3 * logits(kind) + 5
+    warps = [
+        Warp(temperature, top_k, top_p, min_p)
+        for (top_k, top_p), temperature, min_p in zip(
+            KNOBS, (0.7, 1, 1.5) * 4, (0, 0.1, 0, 0, 0.3) * 2, strict=False
+        )
+    ]
+    batch = WarpBatch(warps, [1] * len(warps))
+    found = batch.few_weights(x)
+    assert found is not None
+    few, weights = found
+    whole = batch.probabilities(x, as_weights=np.full(len(x), True))
+    assert torch.equal(whole[few.rows, few.ids], torch.from_numpy(few.of_table(weights)))
+    assert whole.count_nonzero() == weights.count_nonzero()
+    names = ["block", "coupled"] * (len(warps) // 2)
+    for seed in range(20):
+        streams = RandomStreams.from_seeds([seed] * len(x), range(len(x)))
+        keys = [
+            streams.keys(Purpose.COUPLED if name == "coupled" else Purpose.NEXT, 1, x.device)[i]
+            for i, name in enumerate(names)
+        ]
+        expected = row_draws.draw_from_rows(whole, torch.cat(keys))
+        assert torch.equal(draw_next(names, batch, x, streams), expected)
+
+
+def test_few_tokens_are_looked_for_where_each_row_has_few() -> None:
+    x = logits("usual")[:2]
+    cut, whole, greedy = Warp(top_k=9), Warp(), Warp(temperature=0, top_k=9)
+    assert WarpBatch([cut, cut], [1, 1]).few_weights(x) is not None
+    for other in (whole, greedy):
+        assert WarpBatch([cut, other], [1, 1]).few_weights(x) is None
+    assert WarpBatch([cut, cut], [1, 1]).few_weights(x[:, :SORTED_WIDTH]) is None
 
 
 def dense_parts(weights: Tensor, keys: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

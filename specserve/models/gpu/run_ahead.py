@@ -144,9 +144,8 @@ class DrawRule:
         """Return the next token of sequences of these lengths, as a round without drafts does."""
         if self.warps.all_greedy:
             return self.warps.greedy_tokens(logits)
-        is_draw = np.array([name == "coupled" for name in self.verifiers])
-        p = self.warps.probabilities(logits, as_weights=is_draw)
-        return draw_next(self.verifiers, p, RandomStreams.from_seeds(self.seeds, lengths))
+        streams = RandomStreams.from_seeds(self.seeds, lengths)
+        return draw_next(self.verifiers, self.warps, logits, streams)
 
 
 def _goes_on_alone(step: VerifyStep) -> bool:
