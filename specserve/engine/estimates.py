@@ -44,8 +44,8 @@ class AcceptanceEstimate:
     """
 
     def __init__(self, max_gamma: int) -> None:
-        self._trials: Reals = np.zeros(max_gamma)  # [position]
-        self._accepted: Reals = np.zeros(max_gamma)  # [position]
+        self._positions = np.arange(max_gamma)
+        self._counts: Reals = np.zeros((2, max_gamma))  # trials, accepted: [2, position]
         self._all_trials, self._all_accepted = 10.0, 10.0 * PRIOR_ALPHA
         self._by_sequence: dict[int, tuple[float, float]] = {}  # trials, accepted
 
@@ -57,9 +57,8 @@ class AcceptanceEstimate:
     @property
     def profile(self) -> Reals:  # [position]
         """Chance that a draft token at each position is accepted if the one before it was."""
-        profile: Reals = (self._accepted + _PRIOR_TRIALS * self.alpha) / (
-            self._trials + _PRIOR_TRIALS
-        )
+        trials, accepted = self._counts
+        profile: Reals = (accepted + _PRIOR_TRIALS * self.alpha) / (trials + _PRIOR_TRIALS)
         return profile
 
     def assume(self, alpha: float) -> None:
@@ -70,23 +69,18 @@ class AcceptanceEstimate:
         """Include the outcomes of one round."""
         if not outcomes:
             return
-        self._trials = _DECAY * self._trials + self._count_beyond(
-            [outcome.num_trials for outcome in outcomes]
-        )
-        self._accepted = _DECAY * self._accepted + self._count_beyond(
-            [outcome.accepted for outcome in outcomes]
-        )
-        self._all_trials = _DECAY * self._all_trials + sum(
-            outcome.num_trials for outcome in outcomes
-        )
-        self._all_accepted = _DECAY * self._all_accepted + sum(
-            outcome.accepted for outcome in outcomes
-        )
+        trials = [outcome.num_trials for outcome in outcomes]
+        accepted = [outcome.accepted for outcome in outcomes]
+        # [2, position] outcomes with more trials, or accepted tokens, than lie before a position
+        beyond = (np.array([trials, accepted])[:, :, None] > self._positions).sum(1)
+        self._counts = _DECAY * self._counts + beyond
+        self._all_trials = _DECAY * self._all_trials + sum(trials)
+        self._all_accepted = _DECAY * self._all_accepted + sum(accepted)
         for outcome in outcomes:
-            trials, accepted = self._by_sequence.get(outcome.seq_id, (0.0, 0.0))
+            own_trials, own_accepted = self._by_sequence.get(outcome.seq_id, (0.0, 0.0))
             self._by_sequence[outcome.seq_id] = (
-                _SEQUENCE_DECAY * trials + outcome.num_trials,
-                _SEQUENCE_DECAY * accepted + outcome.accepted,
+                _SEQUENCE_DECAY * own_trials + outcome.num_trials,
+                _SEQUENCE_DECAY * own_accepted + outcome.accepted,
             )
 
     def reach(self, seq_ids: abc.Sequence[int]) -> Reals:  # [seqs, position]
@@ -103,13 +97,6 @@ class AcceptanceEstimate:
         self._by_sequence = {
             seq_id: self._by_sequence[seq_id] for seq_id in seq_ids if seq_id in self._by_sequence
         }
-
-    def _count_beyond(self, counts: abc.Sequence[int]) -> Reals:  # [position]
-        """Return for each position how many of the counts lie beyond it."""
-        beyond: Reals = (
-            np.greater(counts, np.arange(len(self._trials))[:, None]).sum(1).astype(float)
-        )
-        return beyond
 
 
 class CostEstimate:

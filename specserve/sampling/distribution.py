@@ -6,6 +6,7 @@ on the other rows of the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -201,8 +202,9 @@ def where_finite(tokens: Tensor, highest: Tensor) -> Tensor:
 
     What is not a number counts as the highest of its row.
     """
-    is_finite = np.isfinite(highest.float().numpy())
-    return tokens if is_finite.all() else tokens.where(torch.from_numpy(is_finite), NOT_FINITE)
+    if all(map(math.isfinite, highest.tolist())):
+        return tokens
+    return tokens.where(highest.isfinite(), NOT_FINITE)
 
 
 def truncate_to_support(q: Tensor, support: int) -> tuple[Tensor, Tensor]:
