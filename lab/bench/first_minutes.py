@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -208,7 +209,7 @@ def main() -> None:
         newcomer, load = Newcomer(folder, free_port()), os.getloadavg()[0]
         installed: list[TimedCommand] = []
         if options.quick:
-            (folder / ".venv").symlink_to(ROOT / ".venv")
+            (folder / ".venv").symlink_to(sys.prefix)
         else:
             installed = [newcomer.install(), newcomer.run_line(CLIENT)]
         quiet = first_minutes(newcomer, quick=options.quick)
