@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    SECONDS[report.location[0]] += report.duration
+    SECONDS[report.nodeid.partition("::")[0]] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import reduce
@@ -27,6 +27,7 @@ HANDSHAKE_FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off or silent before it showed a key",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "without a key",
 }
+UNKNOWN_KEY = "with another key"
 EVENTS = reduce(or_, HANDSHAKE_FAILURES, zmq.Event.ACCEPTED)
 PATIENCE = 0.5
 """Share of the time of a handshake for which a client with an unknown key waits."""
@@ -78,7 +79,8 @@ class CurveAuthenticator:
         self._zap.bind("inproc://zeromq.zap.01")
         # Clients that have shown no key cause a handshake failure instead.
         self._events: Socket = socket.get_monitor_socket(EVENTS)
-        self._num_refused, self._next_log_time = 0, 0.0
+        self._num_refused = 0  # since the last line of the log
+        self._next_log_times: defaultdict[str, float] = defaultdict(float)  # by reason
 
     @property
     def sockets(self) -> tuple[Socket, Socket]:
@@ -115,7 +117,7 @@ class CurveAuthenticator:
             if event["event"] == zmq.Event.ACCEPTED:
                 self._limit.on_accepted(event["value"], event["endpoint"].decode())
             else:
-                self._log_refusal(self._why_failed(zmq.Event(event["event"])))
+                self._log_refusal(*self._why_failed(zmq.Event(event["event"])))
 
     def _decide(
         self, envelope: tuple[bytes, ...], host: str, mechanism: bytes, credentials: list[bytes]
@@ -131,26 +133,27 @@ class CurveAuthenticator:
         else:
             # ZeroMQ's client does not try again after this answer.
             self._zap.send_multipart([*envelope, b"400", b"another key", b"", b""], zmq.NOBLOCK)
-            self._log_refusal(f"from {host} with another key")
+            self._log_refusal(UNKNOWN_KEY, host)
 
     def _accept(self, envelope: tuple[bytes, ...], key: bytes) -> None:
         self._zap.send_multipart([*envelope, b"200", b"", key, b""], zmq.NOBLOCK)
 
-    def _why_failed(self, event: zmq.Event) -> str:
-        """Return the reason of a failed handshake, which may be that its client waited in vain."""
+    def _why_failed(self, event: zmq.Event) -> tuple[str, str]:
+        """Return why a handshake failed, and the host if its client waited in vain."""
         now = time.monotonic()
         while self._waiting and self._waiting[0].until <= now:
             self._unanswered.append(self._waiting.popleft().host)
         if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and self._unanswered:
-            return f"from {self._unanswered.popleft()} with another key"
-        return HANDSHAKE_FAILURES[event]
+            return UNKNOWN_KEY, self._unanswered.popleft()
+        return HANDSHAKE_FAILURES[event], ""
 
-    def _log_refusal(self, reason: str) -> None:
-        """Log at most one line a second, since refused clients keep retrying."""
+    def _log_refusal(self, reason: str, host: str = "") -> None:
+        """Log each reason at most once a second, since refused clients keep retrying."""
         self._num_refused += 1
-        if (now := time.monotonic()) >= self._next_log_time:
-            log.warning("refused %d connections, the last %s", self._num_refused, reason)
-            self._num_refused, self._next_log_time = 0, now + 1
+        if (now := time.monotonic()) >= self._next_log_times[reason]:
+            client = f"from {host} {reason}" if host else reason
+            log.warning("refused %d connections, the last %s", self._num_refused, client)
+            self._num_refused, self._next_log_times[reason] = 0, now + 1
 
     def close(self) -> None:
         self._socket.disable_monitor()

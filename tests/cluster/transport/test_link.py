@@ -540,6 +540,22 @@ def test_peers_without_the_right_key_are_refused_and_logged_and_the_worker_goes_
     context.term()
 
 
+def test_a_refusal_is_logged_although_another_one_was_just_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server, client = pair()
+    context: zmq.Context[Any] = zmq.Context()
+    address = server.address
+    peers = [unauthenticated_peer(context, address, client=None, server=b"")]
+    assert later(lambda: "refused" in caplog.text)
+    wrong = KeyPair.generate()
+    peers.append(unauthenticated_peer(context, address, client=wrong, server=address.public))
+    assert later(lambda: "with another key" in caplog.text)
+    for each in (*peers, client, server):
+        each.close()
+    context.term()
+
+
 def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
