@@ -265,7 +265,75 @@ class DraftLesson:
     peak: float
 
 
-def main() -> None:
+class DemoTraining:
+    """A training of target and draft on the same text, each saved in a folder of `out`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, corpus = args, standard_library()
+        self._target_dir, self._draft_dir = args.out / "target", args.out / args.draft
+        if has_target := args.resume or args.only == "draft":
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(self._target_dir)
+        else:
+            self._tokenizer = train_tokenizer(corpus.train)
+        self._text = encode(self._tokenizer, corpus.train)
+        self.held_out = encode(self._tokenizer, corpus.held_out)
+        end = self._tokenizer.eos_token_id
+        self.target: Any = load_model(self._target_dir) if has_target else new_model(TARGET, end)
+
+    def __str__(self) -> str:
+        return f"{len(self._text)} tokens to learn from, {len(self.held_out)} held out"
+
+    def train_target(self) -> None:
+        peak, seed = (0.5, 3) if self._args.resume else (1.0, 1)
+        schedule = self._schedule("target", share=1.0, peak=peak, seed=seed)
+        self._train(self.target, next_token_loss, schedule, self._target_dir)
+
+    def train_draft(self) -> Any:
+        """Return a draft trained by all lessons, or the one in `out` after a single one."""
+        name, only = self._args.draft, self._args.lesson
+        draft: Any = load_model(self._draft_dir) if only else new_draft(self.target, DRAFTS[name])
+        for seed, (topic, lesson) in enumerate(self._lessons().items(), start=4):
+            if only in (None, topic):
+                schedule = self._schedule(
+                    f"{name}, {topic}", share=lesson.share, peak=lesson.peak, seed=seed
+                )
+                self._train(draft, lesson.loss_of, schedule, self._draft_dir)
+        return draft
+
+    def _lessons(self) -> dict[str, DraftLesson]:
+        losses = {
+            name: distillation_loss(self.target, distance, compile_teacher=self._args.compile)
+            for name, distance in (("divergence", divergence), ("refusal", rejection_rate))
+        }
+        return {
+            "text": DraftLesson(next_token_loss, share=1 / 12, peak=1.0),
+            "divergence": DraftLesson(losses["divergence"], share=1 / 4, peak=1.0),
+            "refusal": DraftLesson(losses["refusal"], share=1 / 8, peak=0.3),
+        }
+
+    def _schedule(self, name: str, *, share: float, peak: float, seed: int) -> TrainingSchedule:
+        minutes = self._args.minutes * share
+        return TrainingSchedule(name, minutes, peak=peak, compile=self._args.compile, seed=seed)
+
+    def _train(
+        self,
+        model: Any,
+        loss_of: Callable[..., torch.Tensor],
+        schedule: TrainingSchedule,
+        directory: Path,
+    ) -> None:
+        with ProgressBar(sys.stderr) as bar:
+            train(
+                model,
+                self._text,
+                loss_of,
+                schedule,
+                save=lambda: save(model, self._tokenizer, directory),
+                report_progress=bar,
+            )
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
@@ -299,73 +367,20 @@ def main() -> None:
         choices=("text", "divergence", "refusal"),
         help="go on with the draft in --out, by this lesson alone",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    corpus = standard_library()
-    target_dir, draft_dir = args.out / "target", args.out / args.draft
-    has_target = args.resume or args.only == "draft"
-    tokenizer = (
-        PreTrainedTokenizerFast.from_pretrained(target_dir)
-        if has_target
-        else train_tokenizer(corpus.train)
-    )
-    text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
-    print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
-    target: Any = (
-        load_model(target_dir) if has_target else new_model(TARGET, tokenizer.eos_token_id)
-    )
+    training = DemoTraining(args)
+    print(training, flush=True)
     if args.only != "draft":
-        schedule = TrainingSchedule(
-            "target",
-            args.minutes,
-            peak=0.5 if args.resume else 1.0,
-            compile=args.compile,
-            seed=3 if args.resume else 1,
-        )
-        with ProgressBar(sys.stderr) as bar:
-            train(
-                target,
-                text,
-                next_token_loss,
-                schedule,
-                save=lambda: save(target, tokenizer, target_dir),
-                report_progress=bar,
-            )
+        training.train_target()
     if args.only != "target":
-        draft: Any = load_model(draft_dir) if args.lesson else new_draft(target, DRAFTS[args.draft])
-        lessons = {
-            "text": DraftLesson(next_token_loss, share=1 / 12, peak=1.0),
-            "divergence": DraftLesson(
-                distillation_loss(target, divergence, compile_teacher=args.compile),
-                share=1 / 4,
-                peak=1.0,
-            ),
-            "refusal": DraftLesson(
-                distillation_loss(target, rejection_rate, compile_teacher=args.compile),
-                share=1 / 8,
-                peak=0.3,
-            ),
-        }
-        for seed, (name, lesson) in enumerate(lessons.items(), start=4):
-            if args.lesson in (None, name):
-                schedule = TrainingSchedule(
-                    f"{args.draft}, {name}",
-                    args.minutes * lesson.share,
-                    peak=lesson.peak,
-                    compile=args.compile,
-                    seed=seed,
-                )
-                with ProgressBar(sys.stderr) as bar:
-                    train(
-                        draft,
-                        text,
-                        lesson.loss_of,
-                        schedule,
-                        save=lambda: save(draft, tokenizer, draft_dir),
-                        report_progress=bar,
-                    )
-        print(held_out_figures(target.eval(), draft.eval(), held_out))
+        draft = training.train_draft()
+        print(held_out_figures(training.target.eval(), draft.eval(), training.held_out))
 
 
 if __name__ == "__main__":
