@@ -384,7 +384,7 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
         else:
             until(lambda: used() > 0, 300)
     until(lambda: used() == 0, 300)
-    assert cancelled() == before + 4
+    until(lambda: cancelled() == before + 4, 300)  # chunks follow the release of pages
 
 
 def malformed() -> Iterator[bytes]:
