@@ -66,15 +66,16 @@ def test_each_kind_of_fault_breaks_the_links_of_its_pair_and_heals(
         with socket.create_connection(("127.0.0.1", relay["port"])) as connection:
             assert says(connection, b"before")
 
-            async def under_fault() -> bool:
-                breaking = asyncio.create_task(hub.inject(pair, kind, 0.5))
-                await asyncio.sleep(0.2)
+            async def breaks() -> bool:
+                breaking = asyncio.create_task(hub.inject(pair, kind, 1.0))
                 connection.settimeout(0.1)
-                heard = await asyncio.to_thread(says, connection, b"meanwhile")
+                heard = True
+                while heard and not breaking.done():
+                    heard = await asyncio.to_thread(says, connection, b"meanwhile")
                 assert await breaking == 1
-                return heard
+                return not heard
 
-            assert not asyncio.run(under_fault())
+            assert asyncio.run(breaks())
         with socket.create_connection(("127.0.0.1", relay["port"])) as connection:
             assert says(connection, b"after")
 
