@@ -316,10 +316,10 @@ def open_target(
         taps=taps,
     )
     device, spec = opened.runner.cache.device, opened.spec
+    # Tried, and compiled, before anybody waits for them.
+    draw_kernel_of(device)
     if device.type == "cuda":
-        # Tried, and compiled, before anybody waits for them.
         renormaliser_of(device)
-        draw_kernel_of(device)
     takes_hidden = returns_hidden or taps is not None
     info = _describe(opened, recommended, runs_ahead=shard is None and not takes_hidden)
     if not is_first:

@@ -1,7 +1,7 @@
 """Draws from whole rows of weights over the vocabulary.
 
-On a CPU they are made by torch's operations, on a GPU by one kernel where Triton is there and makes
-the same draws.
+They are made by one kernel where it makes the same draws as torch's operations: on a CPU by machine
+code, on a GPU by Triton's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 DrawRows = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """Returns scores and tokens: see `best_of_rows`."""
 TRIAL_ROWS, TRIAL_VOCAB = 16, 5000
-SPARSE = 16
-"""Tokens of a vocabulary for each with a weight, from which on only those are drawn among."""
 
 
 def draw_by_logits(warps: WarpBatch, logits: Tensor, keys: Tensor) -> Tensor:
@@ -45,13 +43,7 @@ def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) ->
 
     weights [rows, vocab], keys [n, 2]. The weights of a row need not sum to 1.
     """
-    if weights.is_cpu:
-        weights, rows = weights if rows is None else weights[rows], None
-        is_drawable = weights.numpy() != 0
-        if np.count_nonzero(is_drawable) <= is_drawable.size // SPARSE:
-            few = FewTokens.from_mask(is_drawable)
-            return draw_among_few(few, weights.numpy()[few.rows, few.ids], keys)
-    kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
+    kernel = draw_kernel_of(weights.device)
     if kernel is None:
         return torch.cat([sample(*part) for part in _noisy_parts(weights, keys, rows, 0)])
     return kernel(weights, keys, rows, 0)[1]
@@ -77,7 +69,7 @@ def best_of_rows(
     Column j belongs to token `first_id` + j. Of parts of one row, the one with the best score has
     the token that is drawn from the whole row; of a tie, the first.
     """
-    kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
+    kernel = draw_kernel_of(weights.device)
     return (_draw_by_torch if kernel is None else kernel)(weights, keys, None, first_id)
 
 
@@ -108,9 +100,9 @@ def _noisy_parts(
 
 @cache
 def draw_kernel_of(device: torch.device) -> DrawRows | None:
-    """Return the kernel for a GPU, once it has drawn what torch draws of a small batch."""
+    """Return the kernel for a device, once it has drawn what torch draws of a small batch."""
     try:
-        from specserve.sampling.triton_draw import draw_rows
+        draw_rows = _load_kernel(device)
     except ImportError as error:
         log.info("Draws by torch's operations: %s", error)
         return None
@@ -127,9 +119,20 @@ def draw_kernel_of(device: torch.device) -> DrawRows | None:
     try:
         _, found = draw_rows(weights.to(device), keys.to(device), rows.to(device), 7)
     except Exception as error:  # compilers and drivers raise whatever they like
-        log.warning("Draws by torch's operations: Triton fails: %s", first_line(error))
+        log.warning("Draws by torch's operations: their kernel fails: %s", first_line(error))
         return None
     if not torch.equal(found.cpu(), expected):
-        log.warning("Draws by torch's operations: Triton's kernel draws other tokens")
+        log.warning("Draws by torch's operations: their kernel draws other tokens")
         return None
     return draw_rows
+
+
+def _load_kernel(device: torch.device) -> DrawRows:
+    """Return the kernel; raise ImportError where what makes it is not installed."""
+    if device.type == "cpu":
+        from specserve.sampling import compiled_draw
+
+        return compiled_draw.draw_rows
+    from specserve.sampling import triton_draw
+
+    return triton_draw.draw_rows

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling import row_draws
-from specserve.sampling.distribution import WarpBatch, sample
-from specserve.sampling.noise import Purpose, row_keys
+from specserve.sampling.distribution import WarpBatch
+from specserve.sampling.noise import Purpose
 from specserve.sampling.truncation import SELECTED, SORTED_WIDTH, by_selecting, by_sorting
 from specserve.sampling.truncation import top_k_top_p as truncate
 from specserve.sampling.verify import RandomStreams, draw_next
@@ -86,28 +86,6 @@ def test_a_row_that_is_not_finite_keeps_nothing_and_harms_no_other() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draw_among_few_tokens_is_that_from_the_whole_row(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    x = torch.cat([logits(kind)] * 20)
-    top_k, top_p = knobs()
-    weights = torch.softmax(by_selecting(x, np.tile(top_k, 20), np.tile(top_p, 20)), -1)
-    weights[3] = 0  # nothing to draw
-    keys = row_keys(range(len(x)), [1], np.arange(len(x)), Purpose.NEXT)
-    few = weights.count_nonzero(-1) <= VOCAB // row_draws.SPARSE
-    rows = torch.arange(len(x)).flip(0)
-    expected = torch.cat([sample(*part) for part in dense_parts(weights, keys, rows)])
-    for some in (rows, rows[few[rows]]):
-        own = torch.isin(rows, some)
-        assert torch.equal(row_draws.draw_from_rows(weights, keys[own], some), expected[own])
-    assert few.any()
-    drawn = []
-    monkeypatch.setattr(row_draws, "draw_among_few", lambda *given: drawn.append(given))
-    row_draws.draw_from_rows(weights[few], keys[few])
-    assert drawn, "few tokens are drawn among"
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_round_without_draft_tokens_draws_what_whole_rows_draw(kind: str) -> None:
     x = 3 * logits(kind) + 5
     warps = [
@@ -141,7 +119,3 @@ def test_few_tokens_are_looked_for_where_each_row_has_few() -> None:
     for other in (whole, greedy):
         assert WarpBatch([cut, other], [1, 1]).few_weights(x) is None
     assert WarpBatch([cut, cut], [1, 1]).few_weights(x[:, :SORTED_WIDTH]) is None
-
-
-def dense_parts(weights: Tensor, keys: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(row_draws._noisy_parts(weights, keys, rows, 0))

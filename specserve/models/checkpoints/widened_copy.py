@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from specserve.cached_directory import cache_directory, cached_directory
 from specserve.config.demo import BYTES_A_PARAMETER, format_parameters
 from specserve.config.tree import Config
 from specserve.errors import ModelError
-from specserve.models.checkpoints.cached_directory import cache_directory, cached_directory
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.checkpoints.widen import inflate

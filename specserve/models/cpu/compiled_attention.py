@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve.machine_code.compiler import Function
 from specserve.models.attention import AttentionVariant, Rotation
 from specserve.models.cpu.compiled.attention import MAX_DIM, MAX_SHARED, NO_WINDOW, rows_of_a_run
-from specserve.models.cpu.compiled.functions import Function
 from specserve.models.layout import Layout, Runs
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specserve.machine_code.vectors import LINE
 from specserve.models.attention import Rotation
 from specserve.models.cpu.compiled.attention import NO_WINDOW
 from specserve.models.cpu.compiled.layers import LAYER, NUM_STAGES, PASS
 from specserve.models.cpu.compiled.products import MAX_ROWS
-from specserve.models.cpu.compiled.vectors import LINE
 from specserve.models.cpu.compiled_attention import CompiledAttention
 from specserve.models.cpu.linear_kernels import (
     MAX_SERIAL,

@@ -21,7 +21,8 @@ from specserve.models.shape_buckets import bucket_size
 from specserve.processor import processor_flags
 
 if TYPE_CHECKING:
-    from specserve.models.cpu.compiled.functions import Function, Functions
+    from specserve.machine_code.compiler import Function
+    from specserve.models.cpu.compiled.functions import Functions
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class CompiledKernel:
 
 
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
-    from specserve.models.cpu.compiled.vectors import LANES
+    from specserve.machine_code.vectors import LANES
 
     groups = [
         F.pad(weight, (0, 0, 0, -len(weight) % LANES)).view(-1, LANES, weight.shape[1])

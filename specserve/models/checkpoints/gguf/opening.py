@@ -13,8 +13,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from specserve.cached_directory import cache_directory, cached_directory
 from specserve.errors import ModelError
-from specserve.models.checkpoints.cached_directory import cache_directory, cached_directory
 from specserve.models.checkpoints.gguf.files import gguf_package
 
 log = logging.getLogger(__name__)

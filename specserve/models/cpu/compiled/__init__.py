@@ -1,1 +1,1 @@
-"""Machine code for CPUs, generated for the processor at hand: linear layers, attention, norms."""
+"""Machine code of the parts of models: linear layers, attention, norms."""

@@ -14,19 +14,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
-from specserve.models.cpu.compiled.tiles import (
-    PAIR_BYTES,
-    PANEL,
-    SUMS_BYTES,
-    TILE_ROWS,
-    Tiles,
-    clear_sums,
-    places_of_sums,
-    row_sums,
-    tile_height,
-)
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.teams import Record, Stage, Team, new_entry, taking
+from specserve.machine_code.vectors import (
     BITS,
     BYTE,
     FLOAT,
@@ -54,6 +43,17 @@ from specserve.models.cpu.compiled.vectors import (
     splat,
     store_bf16,
     transposed,
+)
+from specserve.models.cpu.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    SUMS_BYTES,
+    TILE_ROWS,
+    Tiles,
+    clear_sums,
+    places_of_sums,
+    row_sums,
+    tile_height,
 )
 
 BLOCK = 2 * PANEL

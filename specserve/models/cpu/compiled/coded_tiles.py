@@ -16,14 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.tiles import (
-    PANEL,
-    Tiles,
-    add_assembler,
-    row_products,
-    starts_of_rows,
-)
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.vectors import (
     BYTE,
     FP32,
     INT,
@@ -37,6 +30,13 @@ from specserve.models.cpu.compiled.vectors import (
     load_bf16,
     new_function,
     new_memory,
+)
+from specserve.models.cpu.compiled.tiles import (
+    PANEL,
+    Tiles,
+    add_assembler,
+    row_products,
+    starts_of_rows,
 )
 
 CODED_ROWS = 12

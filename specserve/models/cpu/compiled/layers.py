@@ -11,10 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.attention import AttentionCode
-from specserve.models.cpu.compiled.norms import Norms
-from specserve.models.cpu.compiled.teams import Record, Stage, Team, taking
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.teams import Record, Stage, Team, taking
+from specserve.machine_code.vectors import (
     FLOAT,
     INT,
     LINE,
@@ -24,6 +22,8 @@ from specserve.models.cpu.compiled.vectors import (
     counting,
     new_function,
 )
+from specserve.models.cpu.compiled.attention import AttentionCode
+from specserve.models.cpu.compiled.norms import Norms
 
 LAYER_POINTERS = (
     *("norm_in", "qkv", "qkv_bias", "norm_q", "norm_k"),  # biases and norms of heads may be null

@@ -7,8 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.teams import Record, Stage, Team, new_entry, taking
+from specserve.machine_code.vectors import (
     FLOAT,
     FP32,
     LANES,

@@ -13,25 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.coded_tiles import (
-    CODED_ROWS,
-    KINDS,
-    MINIMA,
-    SCALE_BYTES,
-    coded_tiles,
-    sum_inputs,
-)
-from specserve.models.cpu.compiled.teams import Record, Stage, Team, new_entry, taking
-from specserve.models.cpu.compiled.tiles import (
-    PAIR_BYTES,
-    PANEL,
-    TILE_ROWS,
-    Tiles,
-    clear_sums,
-    row_sums,
-    tile_height,
-)
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.teams import Record, Stage, Team, new_entry, taking
+from specserve.machine_code.vectors import (
     FLOAT,
     FP32,
     LANES,
@@ -50,6 +33,23 @@ from specserve.models.cpu.compiled.vectors import (
     smaller,
     store_bf16,
     store_fp32,
+)
+from specserve.models.cpu.compiled.coded_tiles import (
+    CODED_ROWS,
+    KINDS,
+    MINIMA,
+    SCALE_BYTES,
+    coded_tiles,
+    sum_inputs,
+)
+from specserve.models.cpu.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    TILE_ROWS,
+    Tiles,
+    clear_sums,
+    row_sums,
+    tile_height,
 )
 
 MAX_ROWS = 74 * TILE_ROWS

@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.vectors import (
     FP32,
     LANES,
     LONG,

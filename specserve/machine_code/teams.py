@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-from specserve.models.cpu.compiled.vectors import (
+from specserve.machine_code.vectors import (
     FLOAT,
     INT,
     LONG,

@@ -13,7 +13,7 @@ pytest.importorskip("llvmlite")
 
 from llvmlite import binding, ir
 
-from specserve.models.cpu.compiled.functions import compile_module
+from specserve.machine_code.compiler import compile_module
 
 
 def module_of(number: int) -> ir.Module:

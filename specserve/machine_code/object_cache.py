@@ -7,7 +7,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from specserve.models.checkpoints.cached_directory import cached_directory
+from specserve.cached_directory import cached_directory
 
 
 def cached_code(key: str, compile_code: Callable[[], bytes]) -> bytes:

@@ -1,0 +1,1 @@
+"""Functions of machine code for CPUs, generated for the processor at hand. Knows no models."""
