@@ -93,15 +93,19 @@ class WarpBatch:
             p[rows] = _one_hot(x[rows])
         return p
 
-    def few_weights(self, logits: Tensor) -> tuple[FewTokens, Tensor] | None:
+    def few_weights(
+        self, logits: Tensor, drawn: Tensor | None = None
+    ) -> tuple[FewTokens, Tensor] | None:
         """Return the tokens that top-k or top-p leave in each row, and a table of their weights.
 
-        The weights are the same as in `probabilities`. None if a row keeps all tokens, or on a GPU.
+        `drawn` is as `adjust` has it; the weights are the same as in `probabilities`. None if a row
+        keeps all tokens, or on a GPU.
         """
-        is_cut = ~self._greedy & ((self._top_k > 0) | (self._top_p < 1))
-        if not logits.is_cpu or logits.shape[-1] <= SORTED_WIDTH or not is_cut.all():
+        if self.all_greedy or not logits.is_cpu or logits.shape[-1] <= SORTED_WIDTH:
             return None
-        few, kept = select(self._warped(logits), self._top_k, self._top_p)
+        if not (~self._greedy & ((self._top_k > 0) | (self._top_p < 1))).all():
+            return None
+        few, kept = select(self._warped(logits, drawn), self._top_k, self._top_p)
         return few, self._apply_floor(kept).exp_()
 
     def weights(self, logits: Tensor, highest: Tensor) -> Tensor:

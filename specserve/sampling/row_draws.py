@@ -27,13 +27,17 @@ DrawRows = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 TRIAL_ROWS, TRIAL_VOCAB = 16, 5000
 
 
-def draw_by_logits(warps: WarpBatch, logits: Tensor, keys: Tensor) -> Tensor:
-    """Return a draw for each row of logits [rows, vocab], keys [rows, 2] -> [rows]."""
-    found = warps.few_weights(logits)
+def draw_by_logits(
+    warps: WarpBatch, logits: Tensor, keys: Tensor, drawn: Tensor | None = None
+) -> Tensor:  # [rows]
+    """Return a draw for each row of logits [rows, vocab], keys [rows, 2].
+
+    `drawn` is as `WarpBatch.adjust` has it.
+    """
+    found = warps.few_weights(logits, drawn)
     if found is None:
-        return draw_from_rows(
-            warps.probabilities(logits, as_weights=np.full(len(logits), True)), keys
-        )
+        as_weights = np.full(len(logits), True)
+        return draw_from_rows(warps.probabilities(logits, drawn, as_weights=as_weights), keys)
     few, weights = found
     return draw_among_few(few, few.of_table(weights), keys)
 

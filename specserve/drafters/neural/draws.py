@@ -22,13 +22,14 @@ from specserve.sampling.distribution import (
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
 from specserve.sampling.penalties import History
+from specserve.sampling.row_draws import draw_by_logits
 from specserve.transfers import to_device, to_host
 from specserve.types import Policy, Warp
 
 COUPLED_SUPPORT = 1024
-"""Support of draws that share the target's noise.
+"""Support of draws on a GPU that share the target's noise.
 
-Their distribution is not sent, so it need not be short.
+Their distribution is not sent, so it need not be short. On a CPU they are from the whole row.
 """
 
 
@@ -123,13 +124,20 @@ class DraftSampler:
             return DeviceDraws(tokens, tokens[:, None], None, adjusted)
         coupled = self.coupled[: len(logits)]
         if all(coupled):
-            tokens, _, _ = self._sample(logits, drawn, warps, COUPLED_SUPPORT)
+            tokens = self._draw_coupled(logits, drawn, warps)
             return DeviceDraws(tokens, tokens[:, None], None, adjusted)
         tokens, ids, probs = self._sample(logits, drawn, warps, self.support)
         if any(coupled):
-            wide, _, _ = self._sample(logits, drawn, warps, COUPLED_SUPPORT)
-            tokens = torch.where(to_device(np.array(coupled), tokens.device), wide, tokens)
+            own = self._draw_coupled(logits, drawn, warps)
+            tokens = torch.where(to_device(np.array(coupled), tokens.device), own, tokens)
         return DeviceDraws(tokens, ids, probs, adjusted)
+
+    def _draw_coupled(self, logits: Tensor, drawn: Tensor | None, warps: WarpBatch) -> Tensor:
+        """Return a token of each row, drawn with the target's noise."""
+        if not logits.is_cpu:
+            return self._sample(logits, drawn, warps, COUPLED_SUPPORT)[0]
+        assert self.keys is not None
+        return draw_by_logits(warps, logits, self.keys[: len(logits), len(self.draws)], drawn)
 
     def _sample(
         self, logits: Tensor, drawn: Tensor | None, warps: WarpBatch, support: int
