@@ -17,7 +17,6 @@ from typing import Any
 from llvmlite import ir
 
 from specserve.machine_code.vectors import (
-    BYTE,
     FP32,
     INT,
     LANES,
@@ -43,14 +42,17 @@ CODED_ROWS = 12
 """Rows of a tile: 24 registers hold sums, and those that are left widen integers."""
 SCALE_BYTES = 4 * PANEL
 """Bytes of a span's scales."""
+INPUT_SUMS_BYTES = 4 * CODED_ROWS
+"""Bytes of the sums of a tile's inputs over a span."""
 MINIMA = 32
 """What a kind of weight has more than its bits if it has minima."""
 KINDS = (8, 4, 8 + MINIMA, 4 + MINIMA)
 ZERO_CODE = 8
 """What is stored of a zero in 4 bits, which have no sign, unless minima are added."""
-INPUT, TABLE = 24, 25
-"""Registers of a pair of inputs, and of the bf16 numbers that 4 bits stand for."""
-WEIGHTS = (30, 31)
+TABLE = 24
+"""Register of the bf16 numbers that 4 bits stand for, or of where those of 8 bits lie in fp32."""
+WEIGHTS = {8: (27, 29), 4: (30, 31)}
+"""Registers of widened weights, by the bits that they have in memory."""
 
 
 def coded_tiles(module: ir.Module, kind: int) -> Tiles:
@@ -59,96 +61,105 @@ def coded_tiles(module: ir.Module, kind: int) -> Tiles:
 
 
 def _tile(module: ir.Module, kind: int, rows: int) -> ir.Function:
-    """Build a function that adds a span's products, scaled, to the sums.
+    """Build a function that adds the products of spans, scaled, to the sums.
 
-    Its arguments are as for a tile over bf16 numbers. With minima the sums of the rows' inputs over
-    the span follow.
+    Its arguments are as for a tile over bf16 numbers, with the pairs of a span. The number of spans
+    follows, and with minima the sums of the rows' inputs over each.
     """
-    kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG]
+    kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG, LONG]
     kinds += [POINTER] if kind > MINIMA else []
     function, code = new_function(module, f"tile{rows}of{kind}", kinds)
     function.attributes.add("noinline")
-    x, stride, panel, pairs, sums, distance, *input_sums = function.args
-    changed = [pairs, panel, *starts_of_rows(code, x, stride, rows)]
-    unchanged = [sums, stride, distance, panel, _numbers(module, kind), *input_sums]
+    x, stride, panel, pairs, sums, distance, spans, *input_sums = function.args
+    # Pairs that are left, and the span, which begins at the panel, are two of their own.
+    changed = [spans, pairs, panel, panel, *input_sums, *starts_of_rows(code, x, stride, rows)]
+    unchanged = [pairs, sums, stride, distance, _table(module, kind)]
     add_assembler(code, changed, unchanged, partial(_tile_assembler, kind, rows))
     code.ret_void()
     return function
 
 
 def _tile_assembler(kind: int, rows: int, operands: Sequence[str]) -> list[str]:
-    starts, bits, has_minima = -(-rows // 3), kind % MINIMA, kind > MINIMA
-    pairs, panel, *pointers = operands[: 2 + starts]
-    sums, stride, distance, span, numbers, *input_sums = operands[2 + starts :]
+    bits, has_minima = kind % MINIMA, kind > MINIMA
+    weights = WEIGHTS[bits]
+    spans, left, panel, span, *pointers = operands[:-5]
+    pairs, sums, stride, distance, table = operands[-5:]
+    input_sums, pointers = pointers[:has_minima], pointers[has_minima:]
     own = range(2 * rows)
     return [
+        f"vmovups ({table}), %zmm{TABLE}",
+        "2:",
         *(f"vpxord %zmm{i}, %zmm{i}, %zmm{i}" for i in own),
-        *([f"vmovups ({numbers}), %zmm{TABLE}"] if bits == 4 else []),
+        *(f"movq {panel}, {span}", f"movq {pairs}, {left}"),
         f"addq $${SCALE_BYTES * (1 + has_minima)}, {panel}",
         *(".p2align 5", "1:"),
         *(_widen_bytes(panel) if bits == 8 else _widen_halves(panel)),
         f"prefetcht0 ({panel},{distance})",
-        *row_products(rows, pointers, stride, weights=WEIGHTS, inputs=(INPUT,)),
+        *row_products(rows, pointers, stride, weights),
         f"addq $${8 * bits}, {panel}",
         *(f"addq $$4, {pointer}" for pointer in pointers),
-        *(f"decq {pairs}", "jne 1b"),
-        *(f"vmovups {64 * i}({span}), %zmm{weight}" for i, weight in enumerate(WEIGHTS)),
-        *(f"vfmadd213ps {64 * i}({sums}), %zmm{WEIGHTS[i % 2]}, %zmm{i}" for i in own),
-        *(line for place in input_sums for line in _add_minima(rows, span, place)),
+        *(f"decq {left}", "jne 1b"),
+        *(f"vmovups {64 * i}({span}), %zmm{weight}" for i, weight in enumerate(weights)),
+        *(f"vfmadd213ps {64 * i}({sums}), %zmm{weights[i % 2]}, %zmm{i}" for i in own),
+        *(line for place in input_sums for line in _add_minima(rows, weights, span, place)),
         *(f"vmovups %zmm{i}, {64 * i}({sums})" for i in own),
+        *(f"decq {spans}", "jne 2b"),
     ]
 
 
-def _add_minima(rows: int, span: str, input_sums: str) -> list[str]:
+def _add_minima(rows: int, weights: Sequence[int], span: str, input_sums: str) -> list[str]:
     """Add a span's minima, times the sum of each row's inputs, to its sums."""
     return [
         *(
             f"vmovups {SCALE_BYTES + 64 * i}({span}), %zmm{weight}"
-            for i, weight in enumerate(WEIGHTS)
+            for i, weight in enumerate(weights)
         ),
         *(
             f"vfmadd231ps {4 * row}({input_sums}){{1to16}}, %zmm{weight}, %zmm{2 * row + i}"
             for row in range(rows)
-            for i, weight in enumerate(WEIGHTS)
+            for i, weight in enumerate(weights)
         ),
+        f"addq $${INPUT_SUMS_BYTES}, {input_sums}",
     ]
 
 
 def sum_inputs(module: ir.Module) -> ir.Function:
-    """Build a function that sums each row's inputs over each span, [spans, rows].
+    """Build a function that sums each row's inputs over each span, [tiles, spans, CODED_ROWS].
 
-    Its arguments are x, bytes of a row, rows, spans, pairs of a span, and where the sums go.
+    Its arguments are x, bytes of a row, rows, rows of a tile, spans, pairs of a span, and where the
+    sums go.
     """
-    function, code = new_function(module, "sum_inputs", [POINTER, *[LONG] * 4, POINTER])
-    x, stride, rows, spans, pairs, sums = function.args
+    function, code = new_function(module, "sum_inputs", [POINTER, *[LONG] * 5, POINTER])
+    x, stride, rows, height, spans, pairs, sums = function.args
     inputs = code.mul(pairs, LONG(2))
     total = new_memory(code, FP32)
-    with (
-        counting(code, LONG(0), rows, LONG(1)) as row,
-        counting(code, LONG(0), spans, LONG(1)) as span,
-    ):
-        start = code.add(code.mul(row, stride), code.mul(span, code.mul(inputs, LONG(2))))
-        code.store(FP32([0.0] * LANES), total)
-        with counting(code, LONG(0), inputs, LONG(LANES)) as done:
-            place = at(code, x, code.add(start, code.mul(done, LONG(2))))
-            mask = first_lanes(code, code.sub(inputs, done))
-            more = load_bf16(module, code, place, mask)
-            code.store(code.fadd(code.load(total, typ=FP32), more), total)
-        own = code.extract_element(lane_sum(code, code.load(total, typ=FP32)), INT(0))
-        number = code.add(code.mul(span, rows), row)
-        code.store(own, at(code, sums, code.mul(number, LONG(4))))
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        of_row = code.add(
+            code.mul(code.mul(code.sdiv(row, height), spans), LONG(INPUT_SUMS_BYTES)),
+            code.mul(code.srem(row, height), LONG(4)),
+        )
+        with counting(code, LONG(0), spans, LONG(1)) as span:
+            start = code.add(code.mul(row, stride), code.mul(span, code.mul(inputs, LONG(2))))
+            code.store(FP32([0.0] * LANES), total)
+            with counting(code, LONG(0), inputs, LONG(LANES)) as done:
+                place = at(code, x, code.add(start, code.mul(done, LONG(2))))
+                mask = first_lanes(code, code.sub(inputs, done))
+                more = load_bf16(module, code, place, mask)
+                code.store(code.fadd(code.load(total, typ=FP32), more), total)
+            own = code.extract_element(lane_sum(code, code.load(total, typ=FP32)), INT(0))
+            place = code.add(of_row, code.mul(span, LONG(INPUT_SUMS_BYTES)))
+            code.store(own, at(code, sums, place))
     code.ret_void()
     return function
 
 
 def _widen_bytes(panel: str) -> list[str]:
-    lines = [f"vpmovsxbd {16 * i}({panel}), %zmm{26 + i}" for i in range(4)]
-    lines += [f"vcvtdq2ps %zmm{26 + i}, %zmm{26 + i}" for i in range(4)]
+    """Widen each byte to fp32, of which the upper half is the bf16 number."""
+    registers = range(26, 30)
     return [
-        *lines,
-        # The second first: it leaves a register that the first one's result goes to.
-        f"vcvtne2ps2bf16 %zmm28, %zmm29, %zmm{WEIGHTS[1]}",
-        f"vcvtne2ps2bf16 %zmm26, %zmm27, %zmm{WEIGHTS[0]}",
+        *(f"vpmovsxbd {16 * i}({panel}), %zmm{own}" for i, own in enumerate(registers)),
+        *(f"vcvtdq2ps %zmm{own}, %zmm{own}" for own in registers),
+        *(f"vpermt2w %zmm{weight - 1}, %zmm{TABLE}, %zmm{weight}" for weight in WEIGHTS[8]),
     ]
 
 
@@ -157,7 +168,7 @@ def _widen_halves(panel: str) -> list[str]:
 
     The table has all its numbers twice, so that the bits above the lower half do not matter.
     """
-    first, second = WEIGHTS
+    first, second = WEIGHTS[4]
     return [
         f"vpmovzxbw ({panel}), %zmm{first}",
         f"vpsrlw $$4, %zmm{first}, %zmm{second}",
@@ -166,15 +177,18 @@ def _widen_halves(panel: str) -> list[str]:
     ]
 
 
-def _numbers(module: ir.Module, kind: int) -> Any:
-    """Return the address of the bf16 numbers that codes of 4 bits stand for, twice."""
-    zero = 0 if kind > MINIMA else ZERO_CODE
-    name = f"numbers_from_{-zero}"
+def _table(module: ir.Module, kind: int) -> Any:
+    """Return the address of the 32 words that widening looks up."""
+    if kind % MINIMA == 8:  # where the upper halves lie in two registers, the second one's first
+        name, words = "upper_halves", [*range(33, 64, 2), *range(1, 32, 2)]
+    else:  # bf16 numbers of each code, twice
+        zero = 0 if kind > MINIMA else ZERO_CODE
+        floats = struct.pack("<16f", *(code - zero for code in range(16)))
+        name, words = f"numbers_from_{-zero}", 2 * list(struct.unpack("<32H", floats)[1::2])
     found = module.globals.get(name)
     if found is None:
-        numbers = b"".join(struct.pack("<f", code - zero)[2:] for code in range(16)) * 2
-        array = ir.ArrayType(BYTE, len(numbers))
-        found = ir.GlobalVariable(module, array, name)
-        found.initializer = ir.Constant(array, bytearray(numbers))
+        kind_of_words = ir.ArrayType(ir.IntType(16), len(words))
+        found = ir.GlobalVariable(module, kind_of_words, name)
+        found.initializer = ir.Constant(kind_of_words, words)
         found.global_constant, found.linkage = True, "internal"
     return ir.FormattedConstant(POINTER, found.get_reference())

@@ -7,7 +7,7 @@ computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from specserve.machine_code.vectors import (
 )
 from specserve.models.cpu.compiled.coded_tiles import (
     CODED_ROWS,
+    INPUT_SUMS_BYTES,
     KINDS,
     MINIMA,
     SCALE_BYTES,
@@ -82,7 +83,7 @@ PRODUCT = Record(
     dict.fromkeys(ARGUMENTS[:5], POINTER)
     | dict.fromkeys(ARGUMENTS[5:], LONG)
     | dict.fromkeys(
-        ("panels", "chunk", "block", "tile", "group", "block_bytes", "panel_bytes"), LONG
+        ("panels", "chunk", "block", "tile", "group", "span_bytes", "panel_bytes"), LONG
     )
     | {"next": POINTER}  # the number of panels that are taken
 )
@@ -96,19 +97,36 @@ class AllTiles:
         self._tiles = tiles
         self._coded = {kind: coded_tiles(module, kind) for kind in KINDS}
 
-    def add_products(self, code: Any, kind: Any, input_sums: Any, **given: Any) -> None:
-        """Build the products with a block of a panel, whose weights are of that kind."""
+    def add_products(
+        self,
+        code: Any,
+        kind: Any,
+        span: Any,
+        pairs: Any,
+        add_input_sums: Callable[[Any], Any],
+        **given: Any,
+    ) -> None:
+        """Build the products with `pairs` of a panel, whose weights are of that kind.
+
+        They are whole spans. `add_input_sums` builds the place of the input sums of a row's tile.
+        """
         after = code.append_basic_block("multiplied")
         others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
         plain = code.append_basic_block("of16")
         switch = code.switch(kind, plain)
         for block, own in others.items():
             switch.add_case(LONG(own), block)
-        for block in (plain, *others):
+        code.position_at_end(plain)
+        self._tiles.add_products(code, pairs=pairs, **given)
+        code.branch(after)
+        for block, own in others.items():
             code.position_at_end(block)
-            own = others.get(block, 16)
-            more = {"input_sums": input_sums} if own > MINIMA else {}
-            self._coded.get(own, self._tiles).add_products(code, **given, **more)
+
+            def add_more(row: Any, own: int = own) -> list[Any]:
+                spans = code.sdiv(pairs, span)
+                return [spans, add_input_sums(row)] if own > MINIMA else [spans]
+
+            self._coded[own].add_products(code, pairs=span, **given, add_more=add_more)
             code.branch(after)
         code.position_at_end(after)
 
@@ -144,14 +162,14 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
     tile = tile_height(code, rows, most)
     has_one_tile = code.icmp_signed("==", tile, rows)
-    # Where scales change, the sums are rounded: integers have the same blocks for all rows.
-    block = code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS))
-    block = code.select(is_coded, values["span"], block)
     scales = code.select(has_minima, LONG(2 * SCALE_BYTES), LONG(SCALE_BYTES))
     scales = code.select(is_coded, scales, LONG(0))
-    block_bytes = code.add(scales, code.mul(block, code.mul(bits, LONG(PAIR_BYTES // 16))))
-    coded_bytes = code.mul(code.sdiv(pairs, block), block_bytes)
-    panel_bytes = code.select(is_coded, coded_bytes, code.mul(pairs, LONG(PAIR_BYTES)))
+    # Where scales change, the sums are rounded: a block is of whole spans.
+    span = code.select(is_coded, values["span"], LONG(1))
+    block_spans = larger(code, LONG(1), code.sdiv(LONG(BLOCK_PAIRS), span))
+    block = code.select(has_one_tile, pairs, code.mul(block_spans, span))
+    span_bytes = code.add(scales, code.mul(span, code.mul(bits, LONG(PAIR_BYTES // 16))))
+    panel_bytes = code.mul(code.sdiv(pairs, span), span_bytes)
     panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
     fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
     fair = code.sdiv(panels, LONG(8))
@@ -166,7 +184,8 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
             "block": block,
             "tile": tile,
             "group": code.select(has_groups, code.mul(tile, LONG(GROUP_TILES)), rows),
-            "block_bytes": block_bytes,
+            "span": span,
+            "span_bytes": span_bytes,
             "panel_bytes": panel_bytes,
         },
     )
@@ -185,17 +204,23 @@ def _work(
     in_stride, out_stride = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
     has_minima = code.icmp_signed(">", field["kind"], LONG(MINIMA))
-    spans = code.sdiv(field["pairs"], field["block"])
-    num_sums = code.mul(smaller(code, field["group"], rows), spans)
-    input_sums = new_memory(code, FLOAT, count=code.select(has_minima, num_sums, LONG(0)))
+    input_sums = _room_for_input_sums(code, field, has_minima)
+    is_one_group = code.icmp_signed("<=", rows, field["group"])
+
+    def sum_inputs(x: Any, group_rows: Any) -> None:
+        spans = code.sdiv(field["pairs"], field["span"])
+        of_rows = [x, in_stride, group_rows, field["tile"], spans, field["span"], input_sums]
+        code.call(tiles.sum_inputs, of_rows)
+
+    with code.if_then(code.and_(has_minima, is_one_group)):
+        sum_inputs(field["x"], rows)
     with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
         with counting(code, LONG(0), rows, field["group"]) as group:
             group_rows = smaller(code, field["group"], code.sub(rows, group))
             x = at(code, field["x"], code.mul(group, in_stride))
-            with code.if_then(has_minima):
-                of_rows = [x, in_stride, group_rows, spans, field["block"], input_sums]
-                code.call(tiles.sum_inputs, of_rows)
+            with code.if_then(code.and_(has_minima, code.not_(is_one_group))):
+                sum_inputs(x, group_rows)
             with counting(code, first, stop, LONG(1)) as panel:
                 clear_sums(module, code, sums, group_rows)
                 # The first tile brings the panel into the cache.
@@ -226,22 +251,36 @@ def _add_blocks(
     fetches: Any,
 ) -> None:
     """Build the products of a panel, block by block."""
-    pairs, block = field["pairs"], field["block"]
+    pairs, block, span = field["pairs"], field["block"], field["span"]
+    tile_sums = code.mul(code.sdiv(pairs, span), LONG(INPUT_SUMS_BYTES))
     with counting(code, LONG(0), pairs, block) as pair:
-        number = code.sdiv(pair, block)
+        number = code.sdiv(pair, span)
+        own_sums = at(code, input_sums, code.mul(number, LONG(INPUT_SUMS_BYTES)))
+        block_pairs = smaller(code, block, code.sub(pairs, pair))
         tiles.add_products(
             code,
             field["kind"],
-            at(code, input_sums, code.mul(code.mul(number, rows), LONG(4))),
+            span,
+            block_pairs,
+            lambda row, first=own_sums: at(
+                code, first, code.mul(code.sdiv(row, field["tile"]), tile_sums)
+            ),
             x=at(code, x, code.mul(pair, LONG(4))),
             stride=field["x_stride"],
             rows=rows,
             height=field["tile"],
-            panel=at(code, weight, code.mul(number, field["block_bytes"])),
-            pairs=smaller(code, block, code.sub(pairs, pair)),
+            panel=at(code, weight, code.mul(number, field["span_bytes"])),
             sums=sums,
             fetches=fetches,
         )
+
+
+def _room_for_input_sums(code: Any, field: Mapping[str, Any], has_minima: Any) -> Any:
+    """Build room for the sums of a group's inputs over each span, if they are needed."""
+    tiles = code.sdiv(field["group"], field["tile"])
+    spans = code.sdiv(field["pairs"], field["span"])
+    size = code.mul(code.mul(tiles, spans), LONG(CODED_ROWS))
+    return new_memory(code, FLOAT, count=code.select(has_minima, size, LONG(0)))
 
 
 FINISH_ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG]

@@ -31,7 +31,7 @@ PAIR_BYTES = PANEL * 4
 SUMS_BYTES = PANEL * 4
 """Bytes of a row's sums."""
 TILE_ROWS = 14
-"""Rows of a tile: 28 registers hold sums, two hold weights, and two a pair of inputs each."""
+"""Rows of a tile: 28 registers hold sums, and two hold weights."""
 
 
 class Tiles:
@@ -56,12 +56,12 @@ class Tiles:
         pairs: Any,
         sums: Any,
         fetches: Any = None,
-        input_sums: Any = None,
+        add_more: Callable[[Any], Sequence[Any]] = lambda row: (),
     ) -> None:
         """Build the products of `rows` rows with a panel, `height` of them at a time.
 
         The rows lie `stride` bytes apart. `fetches` is how far ahead the first tile fetches.
-        `input_sums` is for weights with minima.
+        `add_more` builds what else the tile from a row on is given.
         """
         with counting(code, LONG(0), rows, height) as row:
             num_rows = smaller(code, height, code.sub(rows, row))
@@ -73,9 +73,8 @@ class Tiles:
                 pairs,
                 at(code, sums, code.mul(row, LONG(SUMS_BYTES))),
                 LONG(0) if fetches is None else code.select(is_first, fetches, LONG(0)),
+                *add_more(row),
             ]
-            if input_sums is not None:
-                given.append(at(code, input_sums, code.mul(row, LONG(4))))
             _call_one_of(code, num_rows, self._functions, given)
 
 
@@ -124,7 +123,7 @@ def _tile_assembler(rows: int, operands: Sequence[str]) -> list[str]:
         *(".p2align 5", "1:"),
         *(f"vmovups {offset}({panel}), {weight}" for weight, offset in weights),
         *(f"prefetcht0 {offset}({panel},{distance})" for _, offset in weights),
-        *row_products(rows, pointers, stride, weights=(30, 31), inputs=(28, 29)),
+        *row_products(rows, pointers, stride, (30, 31)),
         f"addq $${PAIR_BYTES}, {panel}",
         *(f"addq $$4, {pointer}" for pointer in pointers),
         *(f"decq {pairs}", "jne 1b"),
@@ -138,28 +137,21 @@ def starts_of_rows(code: Any, x: Any, stride: Any, rows: int) -> list[Any]:
 
 
 def row_products(
-    rows: int,
-    pointers: Sequence[str],
-    stride: str,
-    *,
-    weights: Sequence[int],
-    inputs: Sequence[int],
+    rows: int, pointers: Sequence[str], stride: str, weights: Sequence[int]
 ) -> list[str]:
     """Return assembler that adds a pair of each row, times two vectors of weights, to its sums.
 
-    Sums are in the registers from 0 on, as many for a row as `weights`, which are registers, too,
-    as `inputs` are.
+    Sums are in the registers from 0 on, as many for a row as `weights`, which are registers, too.
+    A product that reads its pair from memory leaves to others the part of the processor that would
+    copy the pair into a register first.
     """
-    lines = []
-    for row in range(rows):
-        index = ("", f",{stride}", f",{stride},2")[row % 3]
-        pair = f"%zmm{inputs[row % len(inputs)]}"
-        lines.append(f"vbroadcastss ({pointers[row // 3]}{index}), {pair}")
-        lines += [
-            f"vdpbf16ps %zmm{weight}, {pair}, %zmm{len(weights) * row + i}"
-            for i, weight in enumerate(weights)
-        ]
-    return lines
+    indexes = ("", f",{stride}", f",{stride},2")
+    return [
+        f"vdpbf16ps ({pointers[row // 3]}{indexes[row % 3]}){{1to16}}, %zmm{weight}, "
+        f"%zmm{len(weights) * row + i}"
+        for row in range(rows)
+        for i, weight in enumerate(weights)
+    ]
 
 
 def add_assembler(
