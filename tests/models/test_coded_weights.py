@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Codes, num_weight_bytes
 from specserve.models.coded_weight import CodedWeight
+from specserve.models.cpu import linear_kernels
 from specserve.models.cpu.compiled_layers import CompiledLayers
 from specserve.models.cpu.linear_kernels import linear_kernel, missing_for_compiled
 from specserve.models.llama import FusedNetwork
@@ -40,6 +41,7 @@ SHAPES: list[Shape] = [
     *((*shape, False) for shape in ((100, 256, 8, 1), (33, 96, 8, 3), (64, 8192, 8, 1))),
     *((*shape, False) for shape in ((100, 256, 4, 8), (32, 64, 4, 1))),
     *((*shape, True) for shape in ((33, 48, 8, 2), (64, 8192, 8, 1), (100, 256, 4, 8))),
+    *((32, 64, bits, groups, minima) for bits in (8, 4) for groups in (8, 16) for minima in (0, 1)),
 ]
 PRODUCT_ERROR = 4e-3
 """Of the largest result: a rounding to bf16, as with weights of bf16."""
@@ -49,7 +51,14 @@ LOGITS_ERROR = 0.02
 
 
 def coded(
-    outputs: int, inputs: int, bits: int, groups: int, minima: bool = False, *, seed: int = 0
+    outputs: int,
+    inputs: int,
+    bits: int,
+    groups: int,
+    minima: bool = False,
+    *,
+    seed: int = 0,
+    halves: bool = False,
 ) -> CodedWeight:
     generator = torch.Generator().manual_seed(seed)
     low, high = (-127, 128) if bits == 8 else (0, 16) if minima else (-8, 8)
@@ -57,6 +66,9 @@ def coded(
     integers = torch.randint(low, high, shape, dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, groups, generator=generator) / 100 + 0.001
     added = torch.randn(outputs, groups, generator=generator) / 50 if minima else None
+    if halves:
+        scales = scales.half().float()
+        added = None if added is None else added.half().float()
     weight = CodedWeight.from_integers(integers, scales, added)
     assert weight.bits == bits
     return weight
@@ -80,9 +92,10 @@ def close(out: Tensor, expected: Tensor, error: float) -> bool:
 
 
 @needs_compiled
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_those_of_the_exact_matrix(shape: Shape) -> None:
-    kernel, weight = linear_kernel("compiled"), coded(*shape)
+def test_products_are_those_of_the_exact_matrix(shape: Shape, halves: bool) -> None:
+    kernel, weight = linear_kernel("compiled"), coded(*shape, halves=halves)
     outputs, inputs = weight.shape
     x, bias, residual = random_rows(29, inputs), random_rows(outputs), random_rows(29, outputs)
     packed = kernel.pack(weight)
@@ -107,6 +120,22 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(shape: Shape) -> None
                 assert torch.equal(some, whole[:rows]), f"{rows} rows, {threads} threads"
     finally:
         torch.set_num_threads(before)
+
+
+@needs_compiled
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] >= 16 * shape[3]])
+def test_scales_and_minima_in_fp16_take_less_room_and_give_the_same_bits(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, weight = linear_kernel("compiled"), coded(*shape, halves=True)
+    x, short = random_rows(13, shape[1]), kernel.pack(weight)
+    out = kernel.product(x, short, len(weight), None, None)
+    monkeypatch.setattr(linear_kernels, "MIN_HALVES_SPAN", 1 << 20)
+    long = kernel.pack(weight)
+    numbers = 32 * short.shape[0] * short.shape[1] * (1 + shape[4])
+    assert long.nbytes - short.nbytes == 2 * numbers
+    monkeypatch.undo()
+    assert torch.equal(kernel.product(x, long, len(weight), None, None), out)
 
 
 @needs_compiled

@@ -37,6 +37,11 @@ MAX_SERIAL = 1 << 18
 
 MAX_SPAN = 4096
 """Inputs of a panel's part with small integers, if halves are even: 64 kB and more of them."""
+MIN_HALVES_SPAN = 16
+"""Inputs of a span whose scales may be in fp16.
+
+With fewer, as many bytes could be integers of 8 bits and scales in fp16, or 4 bits and fp32.
+"""
 
 
 class LinearKernel(Protocol):
@@ -245,7 +250,8 @@ def pack_coded(weight: CodedWeight) -> Tensor:
     """Return small integers as the compiled tiles read them, [panels, spans, bytes].
 
     A span has the scales of its 32 outputs, then their minima, if there are any, and its integers.
-    With minima the bytes are int8, otherwise uint8.
+    With minima the bytes are int8, otherwise uint8. Scales and minima are in fp16 if that changes
+    none of them, as in files of llama.cpp.
     """
     from specserve.models.cpu.compiled.tiles import PANEL
 
@@ -255,6 +261,8 @@ def pack_coded(weight: CodedWeight) -> Tensor:
     while inputs // spans > MAX_SPAN and inputs // spans % 4 == 0:
         spans *= 2
     of_groups = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    if inputs // spans >= MIN_HALVES_SPAN and all(map(_fits_halves, of_groups)):
+        of_groups = [numbers.half() for numbers in of_groups]
     of_spans = [
         F.pad(numbers.repeat_interleave(spans // groups, dim=1), (0, 0, 0, missing))
         .view(-1, PANEL, spans)
@@ -273,20 +281,35 @@ def pack_coded(weight: CodedWeight) -> Tensor:
     return torch.cat([part.view(kind) for part in parts], dim=-1)
 
 
+def _fits_halves(numbers: Tensor) -> bool:
+    return torch.equal(numbers.half().float(), numbers)
+
+
 def weight_layout(packed: Tensor, inputs: int) -> tuple[int, int]:
     """Return the kind of a packed weight, and the pairs of inputs that share scales.
 
-    Its kind is the bits of its numbers, and MINIMA besides if there are any.
+    It is 16 for bf16 and otherwise one of the compiled tiles' KINDS.
     """
     if packed.dtype not in (torch.uint8, torch.int8):
         return 16, 0
-    from specserve.models.cpu.compiled.coded_tiles import MINIMA, SCALE_BYTES
+    _, spans, num_bytes = packed.shape
+    width = inputs // spans
+    return _coded_kind(num_bytes, width, packed.dtype == torch.int8), width // 2
+
+
+@cache
+def _coded_kind(num_bytes: int, width: int, has_minima: bool) -> int:
+    """Return the kind whose spans of that many inputs have these bytes."""
+    from specserve.models.cpu.compiled.coded_tiles import HALVES, KINDS, MINIMA, header_bytes
     from specserve.models.cpu.compiled.tiles import PANEL
 
-    _, spans, num_bytes = packed.shape
-    has_minima = packed.dtype == torch.int8
-    bits = (num_bytes - SCALE_BYTES * (1 + has_minima)) * 8 * spans // (PANEL * inputs)
-    return bits + MINIMA * has_minima, inputs // 2 // spans
+    return next(
+        kind
+        for kind in KINDS
+        if bool(kind & MINIMA) == has_minima
+        and (width >= MIN_HALVES_SPAN or not kind & HALVES)
+        and header_bytes(kind) + PANEL * width * (kind % MINIMA) // 8 == num_bytes
+    )
 
 
 def row_stride(width: int) -> int:
@@ -371,14 +394,18 @@ def _check(kernel: LinearKernel) -> None:
         for shape in ((31, 96), (80, 96), (31, 80))
     )
     coded = weight.mul(20).round().clamp(-128, 127).to(torch.int8)
-    scales, minima = torch.full((80, 3), 0.05), weight[:, :3].float()
-    for own in (
-        weight,
-        CodedWeight.from_integers(coded, scales),
-        CodedWeight.from_integers(coded // 16, scales),
-        CodedWeight.from_integers(coded, scales, minima),
-        CodedWeight.from_integers(coded // 16 + ZERO_CODE, scales, minima),
-    ):
+    minima = weight[:, :3].float()
+    coded_weights = [
+        CodedWeight.from_integers(integers, torch.full((80, 3), scale), added)
+        for scale in (0.05, 0.0625)  # the second one is kept in fp16
+        for integers, added in (
+            (coded, None),
+            (coded // 16, None),
+            (coded, minima),
+            (coded // 16 + ZERO_CODE, minima),
+        )
+    ]
+    for own in (weight, *coded_weights):
         _check_product(kernel, x, own, weight[:, 0].contiguous(), residual)
 
 

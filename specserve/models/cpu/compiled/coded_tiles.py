@@ -1,10 +1,10 @@
 """Tiles over integers of 8 or 4 bits, which become bf16 numbers in registers.
 
-A panel of 32 outputs is cut into spans of inputs. A span has the scale of each output, in fp32, its
-minimum, if there are any, and then the integers [pairs, 32, 2]. Both kinds of integers are bf16
-numbers, so that only sums are rounded: a span's sums are multiplied by the scales and added to the
-sums of the spans before it, and so are the minima, times the sum of the row's inputs, which is
-computed once for many panels. A row's bits do not depend on the rows beside it.
+A panel of 32 outputs is cut into spans of inputs. A span has the scale of each output, its minimum,
+if there are any, both in fp32 or in fp16, and then the integers [pairs, 32, 2]. Both kinds of
+integers are bf16 numbers, so that only sums are rounded: a span's sums are multiplied by the scales
+and added to the sums of the spans before it, and so are the minima, times the sum of the row's
+inputs, which is computed once for many panels. A row's bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ from specserve.models.cpu.compiled.tiles import (
 
 CODED_ROWS = 12
 """Rows of a tile: 24 registers hold sums, and those that are left widen integers."""
-SCALE_BYTES = 4 * PANEL
-"""Bytes of a span's scales."""
 INPUT_SUMS_BYTES = 4 * CODED_ROWS
 """Bytes of the sums of a tile's inputs over a span."""
-MINIMA = 32
-"""What a kind of weight has more than its bits if it has minima."""
-KINDS = (8, 4, 8 + MINIMA, 4 + MINIMA)
+MINIMA, HALVES = 32, 64
+"""What a kind of weight has more than its bits if it has minima, and numbers in fp16."""
+KINDS = tuple(
+    bits + minima + halves for bits in (8, 4) for minima in (0, MINIMA) for halves in (0, HALVES)
+)
 ZERO_CODE = 8
 """What is stored of a zero in 4 bits, which have no sign, unless minima are added."""
 TABLE = 24
 """Register of the bf16 numbers that 4 bits stand for, or of where those of 8 bits lie in fp32."""
 WEIGHTS = {8: (27, 29), 4: (30, 31)}
 """Registers of widened weights, by the bits that they have in memory."""
+
+
+def header_bytes(kind: int) -> int:
+    """Return the bytes of a span before its integers."""
+    return _scale_bytes(kind) * (2 if kind & MINIMA else 1)
 
 
 def coded_tiles(module: ir.Module, kind: int) -> Tiles:
@@ -67,7 +72,7 @@ def _tile(module: ir.Module, kind: int, rows: int) -> ir.Function:
     follows, and with minima the sums of the rows' inputs over each.
     """
     kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG, LONG]
-    kinds += [POINTER] if kind > MINIMA else []
+    kinds += [POINTER] if kind & MINIMA else []
     function, code = new_function(module, f"tile{rows}of{kind}", kinds)
     function.attributes.add("noinline")
     x, stride, panel, pairs, sums, distance, spans, *input_sums = function.args
@@ -80,18 +85,18 @@ def _tile(module: ir.Module, kind: int, rows: int) -> ir.Function:
 
 
 def _tile_assembler(kind: int, rows: int, operands: Sequence[str]) -> list[str]:
-    bits, has_minima = kind % MINIMA, kind > MINIMA
+    bits, num_minima = kind % MINIMA, 1 if kind & MINIMA else 0
     weights = WEIGHTS[bits]
     spans, left, panel, span, *pointers = operands[:-5]
     pairs, sums, stride, distance, table = operands[-5:]
-    input_sums, pointers = pointers[:has_minima], pointers[has_minima:]
+    input_sums, pointers = pointers[:num_minima], pointers[num_minima:]
     own = range(2 * rows)
     return [
         f"vmovups ({table}), %zmm{TABLE}",
         "2:",
         *(f"vpxord %zmm{i}, %zmm{i}, %zmm{i}" for i in own),
         *(f"movq {panel}, {span}", f"movq {pairs}, {left}"),
-        f"addq $${SCALE_BYTES * (1 + has_minima)}, {panel}",
+        f"addq $${header_bytes(kind)}, {panel}",
         *(".p2align 5", "1:"),
         *(_widen_bytes(panel) if bits == 8 else _widen_halves(panel)),
         f"prefetcht0 ({panel},{distance})",
@@ -99,28 +104,38 @@ def _tile_assembler(kind: int, rows: int, operands: Sequence[str]) -> list[str]:
         f"addq $${8 * bits}, {panel}",
         *(f"addq $$4, {pointer}" for pointer in pointers),
         *(f"decq {left}", "jne 1b"),
-        *(f"vmovups {64 * i}({span}), %zmm{weight}" for i, weight in enumerate(weights)),
+        *_load_numbers(kind, span, 0),
         *(f"vfmadd213ps {64 * i}({sums}), %zmm{weights[i % 2]}, %zmm{i}" for i in own),
-        *(line for place in input_sums for line in _add_minima(rows, weights, span, place)),
+        *(line for place in input_sums for line in _add_minima(kind, rows, span, place)),
         *(f"vmovups %zmm{i}, {64 * i}({sums})" for i in own),
         *(f"decq {spans}", "jne 2b"),
     ]
 
 
-def _add_minima(rows: int, weights: Sequence[int], span: str, input_sums: str) -> list[str]:
+def _add_minima(kind: int, rows: int, span: str, input_sums: str) -> list[str]:
     """Add a span's minima, times the sum of each row's inputs, to its sums."""
     return [
-        *(
-            f"vmovups {SCALE_BYTES + 64 * i}({span}), %zmm{weight}"
-            for i, weight in enumerate(weights)
-        ),
+        *_load_numbers(kind, span, _scale_bytes(kind)),
         *(
             f"vfmadd231ps {4 * row}({input_sums}){{1to16}}, %zmm{weight}, %zmm{2 * row + i}"
             for row in range(rows)
-            for i, weight in enumerate(weights)
+            for i, weight in enumerate(WEIGHTS[kind % MINIMA])
         ),
         f"addq $${INPUT_SUMS_BYTES}, {input_sums}",
     ]
+
+
+def _load_numbers(kind: int, span: str, offset: int) -> list[str]:
+    """Load a number for each output in place of the weights."""
+    load, step = ("vcvtph2ps", 32) if kind & HALVES else ("vmovups", 64)
+    return [
+        f"{load} {offset + step * i}({span}), %zmm{weight}"
+        for i, weight in enumerate(WEIGHTS[kind % MINIMA])
+    ]
+
+
+def _scale_bytes(kind: int) -> int:
+    return PANEL * (2 if kind & HALVES else 4)
 
 
 def sum_inputs(module: ir.Module) -> ir.Function:
@@ -182,7 +197,7 @@ def _table(module: ir.Module, kind: int) -> Any:
     if kind % MINIMA == 8:  # where the upper halves lie in two registers, the second one's first
         name, words = "upper_halves", [*range(33, 64, 2), *range(1, 32, 2)]
     else:  # bf16 numbers of each code, twice
-        zero = 0 if kind > MINIMA else ZERO_CODE
+        zero = 0 if kind & MINIMA else ZERO_CODE
         floats = struct.pack("<16f", *(code - zero for code in range(16)))
         name, words = f"numbers_from_{-zero}", 2 * list(struct.unpack("<32H", floats)[1::2])
     found = module.globals.get(name)

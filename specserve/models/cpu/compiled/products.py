@@ -39,8 +39,8 @@ from specserve.models.cpu.compiled.coded_tiles import (
     INPUT_SUMS_BYTES,
     KINDS,
     MINIMA,
-    SCALE_BYTES,
     coded_tiles,
+    header_bytes,
     sum_inputs,
 )
 from specserve.models.cpu.compiled.tiles import (
@@ -124,7 +124,7 @@ class AllTiles:
 
             def add_more(row: Any, own: int = own) -> list[Any]:
                 spans = code.sdiv(pairs, span)
-                return [spans, add_input_sums(row)] if own > MINIMA else [spans]
+                return [spans, add_input_sums(row)] if own & MINIMA else [spans]
 
             self._coded[own].add_products(code, pairs=span, **given, add_more=add_more)
             code.branch(after)
@@ -157,18 +157,20 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     """Build the record of a product that makes a number of outputs of a panel."""
     rows, pairs, kind = values["rows"], values["pairs"], values["kind"]
     is_coded = code.icmp_signed("!=", kind, LONG(16))
-    has_minima = code.icmp_signed(">", kind, LONG(MINIMA))
+    has_minima = _has_minima(code, kind)
     bits = code.urem(kind, LONG(MINIMA))
     most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
     tile = tile_height(code, rows, most)
     has_one_tile = code.icmp_signed("==", tile, rows)
-    scales = code.select(has_minima, LONG(2 * SCALE_BYTES), LONG(SCALE_BYTES))
-    scales = code.select(is_coded, scales, LONG(0))
+    header = LONG(0)
+    for own in KINDS:
+        is_own = code.icmp_signed("==", kind, LONG(own))
+        header = code.select(is_own, LONG(header_bytes(own)), header)
     # Where scales change, the sums are rounded: a block is of whole spans.
     span = code.select(is_coded, values["span"], LONG(1))
     block_spans = larger(code, LONG(1), code.sdiv(LONG(BLOCK_PAIRS), span))
     block = code.select(has_one_tile, pairs, code.mul(block_spans, span))
-    span_bytes = code.add(scales, code.mul(span, code.mul(bits, LONG(PAIR_BYTES // 16))))
+    span_bytes = code.add(header, code.mul(span, code.mul(bits, LONG(PAIR_BYTES // 16))))
     panel_bytes = code.mul(code.sdiv(pairs, span), span_bytes)
     panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
     fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
@@ -203,7 +205,7 @@ def _work(
     rows, columns = field["rows"], field["columns"]
     in_stride, out_stride = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
-    has_minima = code.icmp_signed(">", field["kind"], LONG(MINIMA))
+    has_minima = _has_minima(code, field["kind"])
     input_sums = _room_for_input_sums(code, field, has_minima)
     is_one_group = code.icmp_signed("<=", rows, field["group"])
 
@@ -273,6 +275,10 @@ def _add_blocks(
             sums=sums,
             fetches=fetches,
         )
+
+
+def _has_minima(code: Any, kind: Any) -> Any:
+    return code.icmp_signed("!=", code.and_(kind, LONG(MINIMA)), LONG(0))
 
 
 def _room_for_input_sums(code: Any, field: Mapping[str, Any], has_minima: Any) -> Any:
