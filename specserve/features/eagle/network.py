@@ -22,10 +22,13 @@ from specserve.features.eagle.states import OWN, TARGETS, UNKNOWN, previous_slot
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.library import llama_rotary
+from specserve.models.checkpoints.rounding import round_to_integers
+from specserve.models.coded_weight import CodedWeight
 from specserve.models.layers import (
     HeadShape,
     PackedLinear,
     PlainLinear,
+    current_weights,
     join_linears,
     leave_unrounded,
     make_linear,
@@ -48,6 +51,8 @@ UNDRAFTED = -1e4
 
 It is finite: where a grammar allows no other tokens, they are drawn.
 """
+ROUNDED_GROUP = 32
+"""Inputs of a matrix that share a scale where it is rounded."""
 
 
 class EagleProjection:
@@ -55,7 +60,7 @@ class EagleProjection:
 
     def __init__(self, weights: EagleWeights, *, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._fc = make_linear(weights.read("fc.weight").to(device, dtype))
+        self._fc = make_linear(_small(weights.read("fc.weight").to(device, dtype)))
         self._norm = None
         if weights.info.norm_before_fc:
             self._norm = RMSNorm(
@@ -89,7 +94,7 @@ class HeadParts:
         return SimpleNamespace(
             **{
                 name: SimpleNamespace(
-                    weight=self.read(f"{owner}.{name}.weight"),
+                    weight=_small(self.read(f"{owner}.{name}.weight")),
                     bias=self.read(bias)
                     if (bias := f"{owner}.{name}.bias") in self.weights
                     else None,
@@ -197,7 +202,7 @@ class EagleNetwork:
             parts.norm(f"layers.{index}.input_layernorm") for index in range(1, info.num_layers)
         ]
         self._norm_head = parts.norm("norm")
-        self._head: PackedLinear | PlainLinear = make_linear(parts.read("lm_head.weight"))
+        self._head: PackedLinear | PlainLinear = make_linear(_small(parts.read("lm_head.weight")))
         leave_unrounded(self._head)
         ids = weights.target_ids()
         # The target's ids that the head knows; None: all.
@@ -255,6 +260,19 @@ class EagleNetwork:
             return logits
         whole = logits.new_full((len(logits), self._vocab_size), UNDRAFTED)
         return whole.index_copy_(1, self.drafted_ids, logits)
+
+
+def _small(matrix: Tensor) -> Tensor:
+    """Return a matrix rounded to 8 bits, if the kernel multiplies these as fast as it reads them.
+
+    A step of one row reads half as much then, and drafts as well.
+    """
+    if current_weights().kernel.name != "compiled" or matrix.dtype != torch.bfloat16:
+        return matrix
+    if matrix.shape[1] % ROUNDED_GROUP:
+        return matrix
+    rounded = round_to_integers(matrix.float(), 8, ROUNDED_GROUP, torch.float16)
+    return CodedWeight.from_integers(*rounded)
 
 
 def _padded(x: Tensor) -> Tensor:  # [rows, n, ..., dim] -> [rows, n, ..., dim + KEY_PADDING]
