@@ -41,7 +41,12 @@ SHAPES: list[Shape] = [
     *((*shape, False) for shape in ((100, 256, 8, 1), (33, 96, 8, 3), (64, 8192, 8, 1))),
     *((*shape, False) for shape in ((100, 256, 4, 8), (32, 64, 4, 1))),
     *((*shape, True) for shape in ((33, 48, 8, 2), (64, 8192, 8, 1), (100, 256, 4, 8))),
-    *((32, 64, bits, groups, minima) for bits in (8, 4) for groups in (8, 16) for minima in (0, 1)),
+    *(
+        (32, 64, bits, groups, minima)
+        for bits in (8, 4)
+        for groups in (8, 16)
+        for minima in (False, True)
+    ),
 ]
 PRODUCT_ERROR = 4e-3
 """Of the largest result: a rounding to bf16, as with weights of bf16."""

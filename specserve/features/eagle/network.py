@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,10 +39,18 @@ from specserve.models.layout import Layout
 from specserve.models.llama import rotary_table
 from specserve.models.norm import RMSNorm
 
+if TYPE_CHECKING:
+    from specserve.features.eagle.compiled_head import CompiledHead
+
 KEY_PADDING = 8
 """Numbers added to each key, half of them after each half, since rotation pairs the halves.
 
 The first is a score for all queries. One would do, but kernels of GPUs take multiples of 8.
+"""
+MARKS = 32
+"""Inputs of the first product beside a row's own: 1, the row's score as a key, and zeros.
+
+By them the product pads queries and keys.
 """
 BLOCKED = -1e4
 """That score of a key without a state, which no softmax gives any weight beside others."""
@@ -94,7 +102,7 @@ class HeadParts:
         return SimpleNamespace(
             **{
                 name: SimpleNamespace(
-                    weight=_small(self.read(f"{owner}.{name}.weight")),
+                    weight=self.read(f"{owner}.{name}.weight"),
                     bias=self.read(bias)
                     if (bias := f"{owner}.{name}.bias") in self.weights
                     else None,
@@ -108,7 +116,7 @@ class HeadParts:
 class AttendedRows:
     """The rows of a pass as attention needs them."""
 
-    scores: Tensor  # [rows, 1] 0, or BLOCKED without a state to read
+    marks: Tensor  # [rows, MARKS] whose score is 0, or BLOCKED without a state to read
     rotation: Rotation
     layout: Layout
 
@@ -116,58 +124,75 @@ class AttendedRows:
 class EagleLayer:
     """Attention and MLP of one decoder layer, whose input comes normed."""
 
+    norm_in, shard, rotates = None, None, True
+
     def __init__(
         self, parts: HeadParts, name: str, attention: Attention, keys: Tensor, values: Tensor
     ) -> None:
         config, dim = parts.config, parts.config.head_dim
-        self._attention, self._keys, self._values = attention, keys, values
-        self._heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, dim)
-        self._variant = AttentionVariant(scaling=dim**-0.5)
-        own = parts.linears(f"{name}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
-        mlp = parts.linears(f"{name}.mlp", "gate_proj", "up_proj", "down_proj")
-        self._qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
-        self._out = take_linear(own, "o_proj")
-        self._gate, self._down = (
-            take_gate(mlp, "gate_proj", "up_proj"),
-            take_linear(mlp, "down_proj"),
-        )
-        self._norm_mlp = parts.norm(f"{name}.post_attention_layernorm")
-        self._norms_qk = (
+        query, kv = config.num_attention_heads, config.num_key_value_heads
+        self.attention, self.keys, self.values = attention, keys, values
+        self.heads = HeadShape(query, kv, dim + KEY_PADDING)
+        self.variant = AttentionVariant(scaling=dim**-0.5)
+        self.norms_qk = (
             (parts.norm(f"{name}.self_attn.q_norm"), parts.norm(f"{name}.self_attn.k_norm"))
             if f"{name}.self_attn.q_norm.weight" in parts.weights
             else None
         )
+        own = parts.linears(f"{name}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+        if self.norms_qk is None:
+            _pad_heads(own.q_proj, query, mark=0)
+            _pad_heads(own.k_proj, kv, mark=1)
+            own.v_proj.weight = F.pad(own.v_proj.weight, (0, MARKS))
+        mlp = parts.linears(f"{name}.mlp", "gate_proj", "up_proj", "down_proj")
+        for linear in (*vars(own).values(), *vars(mlp).values()):
+            linear.weight = _small(linear.weight)
+        self.qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
+        self.out = take_linear(own, "o_proj")
+        self.gate = take_gate(mlp, "gate_proj", "up_proj")
+        self.down = take_linear(mlp, "down_proj")
+        self.norm_mlp = parts.norm(f"{name}.post_attention_layernorm")
 
-    def run(self, normed: Tensor, residual: Tensor, rows: AttendedRows) -> Tensor:
-        """Return the layer's output, [rows, hidden]."""
-        x = self._out.add_to_residual(self._attend(normed, rows), residual)
-        return self._down.add_to_residual(self._gate.forward(self._norm_mlp(x)), x)
+    def run(self, normed: Sequence[Tensor], residual: Tensor, rows: AttendedRows) -> Tensor:
+        """Return the layer's output, [rows, hidden]; the normed input is in parts."""
+        x = self.out.add_to_residual(self._attend(normed, rows), residual)
+        return self.down.add_to_residual(self.gate.forward(self.norm_mlp(x)), x)
 
-    def _attend(self, x: Tensor, rows: AttendedRows) -> Tensor:
+    def _attend(self, normed: Sequence[Tensor], rows: AttendedRows) -> Tensor:
         """Attend to the rows with a state: the score of any other key is far below all others."""
-        query, kv, dim = self._heads.query, self._heads.kv, self._heads.dim
-        qkv = self._qkv.forward(x).view(-1, query + 2 * kv, dim)
-        qk = qkv[:, : query + kv]
-        if self._norms_qk is not None:
-            qk = torch.cat(
-                [self._norms_qk[0](qk[:, :query]), self._norms_qk[1](qk[:, query:])], dim=1
-            )
-        qk = _padded(qk)
-        qk[:, :query, dim // 2] = 1
-        qk[:, query:, dim // 2] = rows.scores
-        rotates = self._attention.rotates
-        qk = qk if rotates else rows.rotation.apply(qk)
-        out = self._attention.attend(
+        q, k, v = self._project(normed, rows)
+        rotates = self.attention.rotates
+        if not rotates:
+            q, k = rows.rotation.apply(q), rows.rotation.apply(k)
+        out = self.attention.attend(
             rows.layout,
-            self._keys,
-            self._values,
-            qk[:, :query],
-            qk[:, query:],
-            qkv[:, query + kv :],
-            self._variant,
+            self.keys,
+            self.values,
+            q,
+            k,
+            v,
+            self.variant,
             rows.rotation if rotates else None,
         )
-        return out.reshape(-1, query * dim)
+        return out.flatten(1)
+
+    def _project(
+        self, normed: Sequence[Tensor], rows: AttendedRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return padded queries and keys, and values, each [rows, heads, dim]."""
+        query, kv, padded = self.heads.query, self.heads.kv, self.heads.dim
+        dim = padded - KEY_PADDING
+        if self.norms_qk is None:
+            qkv = self.qkv.forward(torch.cat([*normed, rows.marks], dim=-1))
+            q, k, v = torch.split(qkv, [query * padded, kv * padded, kv * dim], dim=-1)
+            heads = ((q, query, padded), (k, kv, padded), (v, kv, dim))
+            q, k, v = (x.view(len(x), num, width) for x, num, width in heads)
+            return q, k, v
+        qkv = self.qkv.forward(torch.cat([*normed], dim=-1)).view(-1, query + 2 * kv, dim)
+        q, k, v = torch.split(qkv, [query, kv, kv], dim=1)
+        q, k = _padded(self.norms_qk[0](q)), _padded(self.norms_qk[1](k))
+        q[..., dim // 2], k[..., dim // 2] = 1, rows.marks[:, 1:2]
+        return q, k, v
 
 
 class EagleNetwork:
@@ -210,6 +235,7 @@ class EagleNetwork:
         table = rotary_table(llama_rotary(config).to(device), embedding[:1].to(dtype), context)
         self._rotary = _padded(table)
         self._rotary[:, 0, :, config.head_dim // 2] = 1  # the score stays as it is
+        self._compiled = self._compile() if attention.rotates else None
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self._last_states(ids, layout)
@@ -229,6 +255,9 @@ class EagleNetwork:
         row is read by the next row of this pass, so it was there before. Outputs that are no states
         leave none, and that of a mask goes with the pass that read it.
         """
+        if self._compiled is not None and len(ids) <= self._compiled.max_rows:
+            rotation = Rotation(self._rotary, layout.positions)
+            return self._compiled.forward(ids, layout, rotation, self._cache.states)
         states, previous = self._cache.states, previous_slots(layout, self._cache.page_size)
         read = states.index_select(0, previous)[:, :-1]  # [rows, hidden]
         known = ~read[:, :1].isnan() & (layout.positions > 0)[:, None]  # [rows, 1]
@@ -243,15 +272,41 @@ class EagleNetwork:
         states.index_copy_(0, layout.slots, torch.where(is_own, own, kept))
         return x
 
+    def _compile(self) -> CompiledHead | None:
+        """Return the layer as compiled code, if there is one and the code takes it."""
+        from specserve.features.eagle.compiled_head import CompiledHead
+        from specserve.models.cpu.compiled_layers import can_compile
+
+        layer, cache = self._layers[0], self._cache
+        if (
+            len(self._layers) > 1
+            or layer.norms_qk is not None
+            or self._embedding.dtype != cache.states.dtype
+            or not can_compile([layer])
+        ):
+            return None
+        return CompiledHead(
+            layer,
+            cache.keys,
+            cache.values,
+            embedding=self._embedding,
+            norms=(self._norm_token, self._norm_state),
+            page_size=cache.page_size,
+            adds_normed=self._norm_before_residual,
+            returns_states=self._returns_states,
+            blocked=BLOCKED,
+        )
+
     def _run_layers(self, tokens: Tensor, states: Tensor, known: Tensor, layout: Layout) -> Tensor:
         normed = self._norm_state(states)
         x = normed if self._norm_before_residual else states
-        scores = torch.where(known, 0.0, BLOCKED).to(x.dtype)
-        rows = AttendedRows(scores, Rotation(self._rotary, layout.positions), layout)
+        marks = x.new_zeros(len(x), MARKS)
+        marks[:, :1], marks[:, 1:2] = 1, torch.where(known, 0.0, BLOCKED)
+        rows = AttendedRows(marks, Rotation(self._rotary, layout.positions), layout)
         first, *deeper = self._layers
-        x = first.run(torch.cat([self._norm_token(tokens), normed], dim=-1), x, rows)
+        x = first.run((self._norm_token(tokens), normed), x, rows)
         for layer, norm in zip(deeper, self._norms_deeper, strict=True):
-            x = layer.run(norm(x), x, rows)
+            x = layer.run((norm(x),), x, rows)
         return x
 
     def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, the target's vocabulary]
@@ -260,6 +315,20 @@ class EagleNetwork:
             return logits
         whole = logits.new_full((len(logits), self._vocab_size), UNDRAFTED)
         return whole.index_copy_(1, self.drafted_ids, logits)
+
+
+def _pad_heads(linear: Any, heads: int, *, mark: int) -> None:
+    """Pad the heads that a linear layer makes, and add the inputs of a row's marks.
+
+    A head's first added number is that mark.
+    """
+    dim = len(linear.weight) // heads
+    weight = _padded(linear.weight.unflatten(0, (heads, dim)).mT).mT  # [heads, padded dim, in]
+    weight = F.pad(weight, (0, MARKS))
+    weight[:, dim // 2, mark - MARKS] = 1
+    linear.weight = weight.flatten(0, 1)
+    if linear.bias is not None:
+        linear.bias = _padded(linear.bias.view(heads, dim)).flatten()
 
 
 def _small(matrix: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specserve.machine_code.vectors import LINE
-from specserve.models.attention import Rotation
+from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cpu.compiled.attention import NO_WINDOW
 from specserve.models.cpu.compiled.layers import LAYER, NUM_STAGES, PASS
 from specserve.models.cpu.compiled.products import MAX_ROWS
@@ -25,14 +25,49 @@ from specserve.models.cpu.linear_kernels import (
     row_stride,
     weight_layout,
 )
-from specserve.models.layers import PackedGate, PackedLinear
+from specserve.models.layers import (
+    AnyLinear,
+    HeadShape,
+    PackedGate,
+    PackedLinear,
+    PlainGate,
+    ScaledLinear,
+)
 from specserve.models.layout import Layout
-
-if TYPE_CHECKING:
-    from specserve.models.llama import FusedLayer
+from specserve.models.norm import RMSNorm
+from specserve.models.shard import Shard
 
 Layer: Any = LAYER.structure()
 Pass: Any = PASS.structure()
+
+
+class CompilableLayer(Protocol):
+    """A layer that the compiled code may take."""
+
+    heads: HeadShape
+    attention: Attention
+    variant: AttentionVariant
+    qkv: AnyLinear
+    norm_mlp: RMSNorm
+    gate: PackedGate | PlainGate
+    norms_qk: tuple[RMSNorm, RMSNorm] | None
+
+    @property
+    def norm_in(self) -> RMSNorm | None:
+        """The norm of its input, unless that comes normed."""
+        ...
+
+    @property
+    def out(self) -> AnyLinear | ScaledLinear: ...
+
+    @property
+    def down(self) -> AnyLinear | ScaledLinear: ...
+
+    @property
+    def shard(self) -> Shard | None: ...
+
+    @property
+    def rotates(self) -> bool: ...
 
 
 class CompiledLayers:
@@ -41,7 +76,7 @@ class CompiledLayers:
     max_rows = MAX_ROWS
 
     def __init__(
-        self, layers: Sequence[FusedLayer], keys: Sequence[Tensor], values: Sequence[Tensor]
+        self, layers: Sequence[CompilableLayer], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
         first = layers[0]
         assert isinstance(first.attention, CompiledAttention)
@@ -53,28 +88,39 @@ class CompiledLayers:
         self._layers = (Layer * len(layers))(
             *(_layer(*of_layer) for of_layer in zip(layers, keys, values, strict=True))
         )
-        self._hidden, self._inner = first.qkv.in_features, _packed_gate(first).out_features
-        inputs = first.out.in_features
-        self._eps, self._scaling = first.norm_in.eps, first.variant.scaling
+        self._hidden, self._inner = first.norm_mlp.width, _packed_gate(first).out_features
+        self._inputs, inputs = first.qkv.in_features, first.out.in_features
+        self._v_dim = values[0].shape[-1]
+        self._eps, self._scaling = first.norm_mlp.eps, first.variant.scaling
         self._page_size = first.attention.page_size
         self._strides = (
-            row_stride(self._hidden),
+            row_stride(self._inputs),
             2 * first.qkv.out_features,
             row_stride(inputs),
             row_stride(self._inner),
         )
         self._num_weights = len(layers) * (
-            self._hidden * (first.qkv.out_features + inputs + 3 * self._inner)
+            self._inputs * first.qkv.out_features + self._hidden * (inputs + 3 * self._inner)
         )
 
-    def forward(self, x: Tensor, layout: Layout, rotation: Rotation) -> Tensor:
-        """Return what the last layer makes of rows [rows, hidden], which are overwritten."""
+    def new_inputs(self, rows: int) -> Tensor:  # [rows, inputs of the first product and more]
+        return torch.zeros(rows, self._strides[0] // 2, dtype=torch.bfloat16)
+
+    def forward(
+        self, x: Tensor, layout: Layout, rotation: Rotation, normed: Tensor | None = None
+    ) -> Tensor:
+        """Return what the last layer makes of rows [rows, hidden], which are overwritten.
+
+        So are `normed`, the `new_inputs` of a layer without a norm of its own.
+        """
         assert layout.runs is not None
         runs, block_table = layout.runs.runs, layout.runs.block_table
         rows = len(x)
         sizes = [-(-rows * stride // LINE) * LINE for stride in self._strides]
         room = torch.empty(sum(sizes), dtype=torch.uint8)
         places = [room.data_ptr() + sum(sizes[:i]) for i in range(len(sizes))]
+        if normed is not None:
+            places[0] = normed.data_ptr()
         counters = torch.zeros(len(self._layers) * NUM_STAGES * LINE // 8, dtype=torch.int64)
         is_small = rows * self._num_weights <= MAX_SERIAL * len(self._layers)
         threads = 1 if is_small else torch.get_num_threads()
@@ -99,6 +145,8 @@ class CompiledLayers:
             heads.kv,
             heads.query // heads.kv,
             heads.dim,
+            self._v_dim,
+            self._inputs,
             normed_stride,
             attended_stride,
             inner_stride,
@@ -110,7 +158,7 @@ class CompiledLayers:
         return x
 
 
-def can_compile(layers: Sequence[FusedLayer]) -> bool:
+def can_compile(layers: Sequence[CompilableLayer]) -> bool:
     """Return whether the compiled code takes these layers as they are."""
     return all(
         layer.shard is None
@@ -127,16 +175,17 @@ def can_compile(layers: Sequence[FusedLayer]) -> bool:
     )
 
 
-def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
-    norms: Any = layer.norms_qk or (None, None)
+def _layer(layer: CompilableLayer, keys: Tensor, values: Tensor) -> Any:
+    norms: Any = (layer.norm_in, *(layer.norms_qk or (None, None)))
+    norm_in, *norms_qk = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     out, down = layer.out, layer.down
     assert isinstance(out, PackedLinear)
     assert isinstance(down, PackedLinear)
     return Layer(
-        layer.norm_in.weight.data_ptr(),
+        norm_in,
         layer.qkv.weight.data_ptr(),
         _address(layer.qkv.bias),
-        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+        *norms_qk,
         keys.data_ptr(),
         values.data_ptr(),
         out.weight.data_ptr(),
@@ -154,7 +203,7 @@ def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
     )
 
 
-def _packed_gate(layer: FusedLayer) -> PackedGate:
+def _packed_gate(layer: CompilableLayer) -> PackedGate:
     assert isinstance(layer.gate, PackedGate)
     return layer.gate
 

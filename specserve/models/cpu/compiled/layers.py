@@ -26,7 +26,7 @@ from specserve.models.cpu.compiled.attention import AttentionCode
 from specserve.models.cpu.compiled.norms import Norms
 
 LAYER_POINTERS = (
-    *("norm_in", "qkv", "qkv_bias", "norm_q", "norm_k"),  # biases and norms of heads may be null
+    *("norm_in", "qkv", "qkv_bias", "norm_q", "norm_k"),  # all but `qkv` may be null
     *("keys", "values", "out", "out_bias"),
     *("norm_mlp", "gate", "down", "down_bias"),
 )
@@ -47,7 +47,8 @@ PASS_POINTERS = (
 )
 PASS_NUMBERS = (
     *("num_layers", "rows", "num_runs", "table_width", "page_size"),
-    *("hidden", "inner_size", "kv_heads", "shared", "dim"),
+    *("hidden", "inner_size", "kv_heads", "shared", "dim", "v_dim"),
+    "inputs",  # of `qkv`: those that `norm_in` makes, or what `normed` has where there is no norm
     *("normed_stride", "attended_stride", "inner_stride"),  # bytes of a row
 )
 PASS = Record(
@@ -116,7 +117,8 @@ def _add_layer(
     queries = code.mul(of_pass["kv_heads"], shared)
     query_width = code.mul(queries, dim)
     kv_width = code.mul(of_pass["kv_heads"], dim)
-    width = code.add(query_width, code.mul(kv_width, LONG(2)))
+    v_width = code.mul(of_pass["kv_heads"], of_pass["v_dim"])
+    width = code.add(code.add(query_width, kv_width), v_width)
     row_bytes = code.mul(width, LONG(2))
     strides = {name: of_pass[f"{name}_stride"] for name in ("normed", "attended", "inner")}
     strides |= {"x": code.mul(hidden, LONG(2)), "projected": row_bytes}
@@ -153,8 +155,9 @@ def _add_layer(
         }
         stages.run(products[name], values)
 
-    norm("norm_in")
-    product("product", "normed", "qkv", "projected", hidden, width)
+    with code.if_then(code.icmp_unsigned("!=", layer["norm_in"], POINTER(None))):
+        norm("norm_in")
+    product("product", "normed", "qkv", "projected", of_pass["inputs"], width)
     k = at(code, of_pass["projected"], code.mul(query_width, LONG(2)))
     values = {
         "q": of_pass["projected"],
@@ -166,7 +169,7 @@ def _add_layer(
         **{name: of_pass[name] for name in ("num_runs", "table_width", "page_size", "kv_heads")},
         "shared": shared,
         "dim": dim,
-        "v_dim": dim,
+        "v_dim": of_pass["v_dim"],
         "scaling": of_pass["scaling"],
         "out": of_pass["attended"],
         "out_stride": strides["attended"],
@@ -179,7 +182,8 @@ def _add_layer(
         attention.add_write(code, record, run)
     stages.wait()
     stages.run(attention.stage, values)
-    product("product", "attended", "out", "x", query_width, hidden, adds=True)
+    attended_width = code.mul(queries, of_pass["v_dim"])
+    product("product", "attended", "out", "x", attended_width, hidden, adds=True)
     norm("norm_mlp")
     product("gated_product", "normed", "gate", "inner", hidden, of_pass["inner_size"])
     product("product", "inner", "down", "x", of_pass["inner_size"], hidden, adds=True)

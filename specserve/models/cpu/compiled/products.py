@@ -257,16 +257,19 @@ def _add_blocks(
     tile_sums = code.mul(code.sdiv(pairs, span), LONG(INPUT_SUMS_BYTES))
     with counting(code, LONG(0), pairs, block) as pair:
         number = code.sdiv(pair, span)
-        own_sums = at(code, input_sums, code.mul(number, LONG(INPUT_SUMS_BYTES)))
+        block_sums = at(code, input_sums, code.mul(number, LONG(INPUT_SUMS_BYTES)))
         block_pairs = smaller(code, block, code.sub(pairs, pair))
+
+        def add_input_sums(row: Any, sums_of_tiles: Any = block_sums) -> Any:
+            tile = code.sdiv(row, field["tile"])
+            return at(code, sums_of_tiles, code.mul(tile, tile_sums))
+
         tiles.add_products(
             code,
             field["kind"],
             span,
             block_pairs,
-            lambda row, first=own_sums: at(
-                code, first, code.mul(code.sdiv(row, field["tile"]), tile_sums)
-            ),
+            add_input_sums,
             x=at(code, x, code.mul(pair, LONG(4))),
             stride=field["x_stride"],
             rows=rows,
