@@ -1,4 +1,4 @@
-"""What surrounds an EAGLE-3 head's layer in a pass, as machine code.
+"""Machine code around an EAGLE-3 head's layer in a pass.
 
 `read_rows` makes a layer's input of tokens and states, and `keep_states` writes its output where
 the target's states are missing. By single operations they take as long as the layer's products.
