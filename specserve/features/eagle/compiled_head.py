@@ -51,7 +51,7 @@ class CompiledHead:
         self._options = int(adds_normed), int(returns_states), bits, eps
 
     def forward(self, ids: Tensor, layout: Layout, rotation: Rotation, states: Tensor) -> Tensor:
-        """Return the states after rows, [rows, hidden]; `states` keeps them where it lacks others."""
+        """Return the states after rows, [rows, hidden]; `states` keeps them for lack of better."""
         assert layout.runs is not None
         runs, block_table = layout.runs.runs, layout.runs.block_table
         rows = len(ids)
