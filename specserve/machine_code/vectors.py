@@ -92,10 +92,15 @@ def transposed(code: Any, rows: Sequence[Any]) -> list[Any]:
     return list(rows)
 
 
-def splat(code: Any, value: Any) -> Any:
-    """Build a vector of equal fp32 numbers."""
-    one = code.insert_element(FP32(ir.Undefined), value, INT(0))
-    return code.shuffle_vector(one, FP32(ir.Undefined), BITS(None))
+def splat(code: Any, value: Any, lanes: int = LANES) -> Any:
+    """Build a vector of equal numbers."""
+    kind = ir.VectorType(value.type, lanes)
+    one = code.insert_element(kind(ir.Undefined), value, INT(0))
+    return code.shuffle_vector(one, kind(ir.Undefined), ir.VectorType(INT, lanes)(None))
+
+
+def load_long(code: Any, array: Any, index: Any) -> Any:
+    return code.load(at(code, array, code.mul(index, LONG(8))), typ=LONG)
 
 
 def load_bf16(module: ir.Module, code: Any, pointer: Any, mask: Any) -> Any:
@@ -153,10 +158,9 @@ def _from_bf16(code: Any, bits: Any) -> Any:
 
 def first_lanes(code: Any, count: Any, lanes: int = LANES) -> Any:
     """Build the mask of the first `count` lanes of a vector; there may be any number."""
-    kind = ir.VectorType(INT, lanes)
     within = larger(code, LONG(0), smaller(code, count, LONG(lanes)))
-    one = code.insert_element(kind(ir.Undefined), code.trunc(within, INT), INT(0))
-    counts = code.shuffle_vector(one, kind(ir.Undefined), kind(None))
+    counts = splat(code, code.trunc(within, INT), lanes)
+    kind = ir.VectorType(INT, lanes)
     return code.icmp_signed(">", counts, kind(list(range(lanes))))
 
 

@@ -138,7 +138,7 @@ def _best_of_part(module: ir.Module) -> ir.Function:
     kinds = [POINTER, POINTER, LONG, LONG, LONG, POINTER, POINTER]
     function, code = new_function(module, "best_of_part", kinds)
     weights, key, first_id, start, stop, best, token = function.args
-    keys = [_splat_int(code, code.load(at(code, key, LONG(4 * i)), typ=INT)) for i in range(2)]
+    keys = [splat(code, code.load(at(code, key, LONG(4 * i)), typ=INT)) for i in range(2)]
     code.store(FLOAT(0.0), best)
     code.store(code.add(first_id, start), token)
     with counting(code, start, stop, LONG(LANES)) as first:
@@ -146,7 +146,7 @@ def _best_of_part(module: ir.Module) -> ir.Function:
         own = at(code, weights, code.mul(first, LONG(4)))
         weight = code.bitcast(load_masked(module, code, BITS, own, mask), FP32)
         first_token = code.add(first_id, first)
-        ids = _splat_int(code, code.trunc(first_token, INT))
+        ids = splat(code, code.trunc(first_token, INT))
         ids = code.add(ids, BITS(list(range(LANES))))
         numbers = code.xor(_hash32(code, ids, keys), _bits(1 << 31))
         highest = code.load(best, typ=FLOAT)
@@ -231,11 +231,6 @@ def _log(module: ir.Module, code: Any, x: Any) -> Any:
     # ln 2 in two parts, of which the first has few bits, so that its product with n is exact.
     low = code.call(fused, [n, _doubles(math.log(2) - LN2_HIGH), log_m])
     return code.call(fused, [n, _doubles(LN2_HIGH), low])
-
-
-def _splat_int(code: Any, value: Any) -> Any:
-    one = code.insert_element(BITS(ir.Undefined), value, INT(0))
-    return code.shuffle_vector(one, BITS(ir.Undefined), BITS(None))
 
 
 def _bits(number: int) -> Any:

@@ -23,6 +23,7 @@ from specserve.machine_code.vectors import (
     counting,
     intrinsic,
     larger,
+    load_long,
     new_function,
 )
 from specserve.models.cpu.compiled.norms import Norms
@@ -54,9 +55,10 @@ def compile_rows() -> tuple[Function, Function]:
     _add_read_rows(module, Norms(module, Team(module)))
     _add_keep_states(module)
     engine = compile_module(module)
-    return function_of(engine, "read_rows", [POINTER]), function_of(
-        engine, "keep_states", [POINTER]
+    read_rows, keep_states = (
+        function_of(engine, name, [POINTER]) for name in ("read_rows", "keep_states")
     )
+    return read_rows, keep_states
 
 
 def _add_read_rows(module: ir.Module, norms: Norms) -> None:
@@ -64,7 +66,7 @@ def _add_read_rows(module: ir.Module, norms: Norms) -> None:
     field = ROWS.load(code, function.args[0])
     with counting(code, LONG(0), field["num_runs"], LONG(1)) as run:
         first, count, position, owner = (
-            _load_long(code, field["runs"], code.add(code.mul(run, LONG(4)), LONG(i)))
+            load_long(code, field["runs"], code.add(code.mul(run, LONG(4)), LONG(i)))
             for i in range(4)
         )
         with counting(code, LONG(0), count, LONG(1)) as i:
@@ -73,7 +75,7 @@ def _add_read_rows(module: ir.Module, norms: Norms) -> None:
             page = code.sdiv(before, field["page_size"])
             entry = code.add(code.mul(owner, field["table_width"]), page)
             slot = code.add(
-                code.mul(_load_long(code, field["block_table"], entry), field["page_size"]),
+                code.mul(load_long(code, field["block_table"], entry), field["page_size"]),
                 code.srem(before, field["page_size"]),
             )
             code.store(slot, at(code, field["previous"], code.mul(row, LONG(8))))
@@ -92,7 +94,7 @@ def _add_row(
     is_nan = code.icmp_unsigned(">", number, HALF(0x7F80))
     is_unknown = code.or_(is_first, is_nan)
     state = code.select(is_unknown, field["no_state"], state)
-    token = code.mul(_load_long(code, field["ids"], row), row_bytes)
+    token = code.mul(load_long(code, field["ids"], row), row_bytes)
     inputs = at(code, field["inputs"], code.mul(row, field["input_stride"]))
     normed = at(code, inputs, row_bytes)
     for x, weight, out in (
@@ -119,13 +121,13 @@ def _add_keep_states(module: ir.Module) -> None:
     field = ROWS.load(code, function.args[0])
     row_bytes = code.mul(field["hidden"], LONG(2))
     with counting(code, LONG(0), field["rows"], LONG(1)) as row:
-        slot = _load_long(code, field["slots"], row)
+        slot = load_long(code, field["slots"], row)
         state = at(code, field["states"], code.mul(slot, field["state_stride"]))
         mark = at(code, state, row_bytes)
         next_row = code.add(row, LONG(1))
         ends = code.icmp_signed("==", next_row, field["rows"])
         following = code.select(ends, row, next_row)
-        is_read = code.icmp_signed("==", _load_long(code, field["previous"], following), slot)
+        is_read = code.icmp_signed("==", load_long(code, field["previous"], following), slot)
         is_last = code.or_(ends, code.not_(is_read))
         is_targets = code.icmp_unsigned("==", code.load(mark, typ=HALF), HALF(ONE))
         with code.if_then(code.or_(is_last, code.not_(is_targets))):
@@ -141,10 +143,6 @@ def _add_keep_states(module: ir.Module) -> None:
                     code.store(HALF(NAN), state)
             code.store(HALF(0), mark)
     code.ret_void()
-
-
-def _load_long(code: Any, numbers: Any, index: Any) -> Any:
-    return code.load(at(code, numbers, code.mul(index, LONG(8))), typ=LONG)
 
 
 def _copy(module: ir.Module, code: Any, to: Any, source: Any, num_bytes: Any) -> None:

@@ -27,7 +27,8 @@ from specserve.features.eagle.block_drafts import (
 from specserve.features.eagle.checkpoint import MASK_HIDDEN, EagleWeights
 from specserve.features.eagle.head_config import EagleInfo
 from specserve.features.eagle.head_options import HeadOptions, find_head
-from specserve.features.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
+from specserve.features.eagle.layer import KEY_PADDING
+from specserve.features.eagle.network import EagleNetwork, EagleProjection
 from specserve.features.eagle.states import TargetStates
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from specserve.features.eagle.drafter import EagleDrafter
+from specserve.features.eagle.layer import rounded_if_compiled
 from specserve.features.eagle.network import EagleNetwork
 from specserve.features.eagle.states import OWN, TARGETS
+from specserve.models.coded_weight import CodedWeight
 from specserve.models.cpu.linear_kernels import missing_for_compiled
 from specserve.models.hidden_taps import HiddenTaps
+from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.runner import Runner
 from specserve.types import Step
 from tests.support import checkpoints
@@ -91,3 +96,13 @@ def random_states(slots: int, width: int) -> torch.Tensor:
     states[:, -1] = torch.where(chances < 0.5, OWN, TARGETS)
     states[chances > 0.8, :-1] = float("nan")
     return states
+
+
+def test_only_what_the_compiled_kernel_multiplies_is_rounded() -> None:
+    matrix = torch.randn(32, 64).bfloat16()
+    assert isinstance(rounded_if_compiled(matrix), CodedWeight)
+    on_a_card = SimpleNamespace(device=torch.device("cuda"), dtype=matrix.dtype, shape=matrix.shape)
+    for kept in (cast("torch.Tensor", on_a_card), matrix.float(), matrix[:, :40]):
+        assert rounded_if_compiled(kept) is kept
+    with linear_weights(PrivateWeights("onednn")):
+        assert rounded_if_compiled(matrix) is matrix

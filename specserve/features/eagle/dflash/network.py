@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specserve.features.eagle.dflash.config import Sight
 from specserve.features.eagle.dflash.weights import MARKOV_FROM, MARKOV_TO, DFlashWeights
-from specserve.features.eagle.network import UNDRAFTED, HeadParts
+from specserve.features.eagle.layer import HeadParts
+from specserve.features.eagle.network import UNDRAFTED
 from specserve.models.attention import GroupedAttention, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.library import llama_rotary

@@ -35,6 +35,7 @@ from specserve.machine_code.vectors import (
     larger,
     largest,
     load_bf16,
+    load_long,
     load_masked,
     new_function,
     new_memory,
@@ -129,7 +130,7 @@ def _write(module: ir.Module, copy_head: ir.Function) -> ir.Function:
         counting(code, LONG(0), field["kv_heads"], LONG(1)) as head,
     ):
         row = code.add(run["row"], i)
-        slot = _load_long(code, field["slots"], row)
+        slot = load_long(code, field["slots"], row)
         place = code.add(code.mul(slot, field["kv_heads"]), head)
         angles = _angles(code, field, code.add(run["position"], i))
         for name, pool, dim, rotates in (
@@ -334,13 +335,9 @@ SCRATCH = {
 def _run(code: Any, field: dict[str, Any], index: Any) -> dict[str, Any]:
     first = code.mul(index, LONG(len(RUN_FIELDS)))
     return {
-        name: _load_long(code, field["runs"], code.add(first, LONG(i)))
+        name: load_long(code, field["runs"], code.add(first, LONG(i)))
         for i, name in enumerate(RUN_FIELDS)
     }
-
-
-def _load_long(code: Any, array: Any, index: Any) -> Any:
-    return code.load(at(code, array, code.mul(index, LONG(8))), typ=LONG)
 
 
 def _angles(code: Any, field: dict[str, Any], position: Any) -> Any:
@@ -393,7 +390,7 @@ def _find_slots(module: ir.Module) -> ir.Function:
     last = code.sub(keys, LONG(1))
     with counting(code, LONG(0), LONG(BLOCK), LONG(1)) as key:
         own, within = code.load(page, typ=LONG), code.load(offset, typ=LONG)
-        slot = code.add(code.mul(_load_long(code, table, own), page_size), within)
+        slot = code.add(code.mul(load_long(code, table, own), page_size), within)
         code.store(slot, at(code, slots, code.mul(key, LONG(8))))
         goes_on = code.icmp_signed("<", key, last)
         with code.if_then(code.icmp_signed("<=", key, last)):
@@ -461,7 +458,7 @@ def _places_of_keys(
     code: Any, pool: Any, slot_bytes: Any, slots: Any, first: Any, count: int
 ) -> list[Any]:
     """Build the places in a pool of `count` of a block's keys or values, from `first` on."""
-    found = [_load_long(code, slots, code.add(first, LONG(i))) for i in range(count)]
+    found = [load_long(code, slots, code.add(first, LONG(i))) for i in range(count)]
     return [at(code, pool, code.mul(slot_bytes, slot)) for slot in found]
 
 

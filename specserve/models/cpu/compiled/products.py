@@ -208,21 +208,15 @@ def _work(
     has_minima = _has_minima(code, field["kind"])
     input_sums = _room_for_input_sums(code, field, has_minima)
     is_one_group = code.icmp_signed("<=", rows, field["group"])
-
-    def sum_inputs(x: Any, group_rows: Any) -> None:
-        spans = code.sdiv(field["pairs"], field["span"])
-        of_rows = [x, in_stride, group_rows, field["tile"], spans, field["span"], input_sums]
-        code.call(tiles.sum_inputs, of_rows)
-
     with code.if_then(code.and_(has_minima, is_one_group)):
-        sum_inputs(field["x"], rows)
+        _sum_inputs(code, tiles, field, field["x"], rows, input_sums)
     with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
         with counting(code, LONG(0), rows, field["group"]) as group:
             group_rows = smaller(code, field["group"], code.sub(rows, group))
             x = at(code, field["x"], code.mul(group, in_stride))
             with code.if_then(code.and_(has_minima, code.not_(is_one_group))):
-                sum_inputs(x, group_rows)
+                _sum_inputs(code, tiles, field, x, group_rows, input_sums)
             with counting(code, first, stop, LONG(1)) as panel:
                 clear_sums(module, code, sums, group_rows)
                 # The first tile brings the panel into the cache.
@@ -278,6 +272,14 @@ def _add_blocks(
             sums=sums,
             fetches=fetches,
         )
+
+
+def _sum_inputs(
+    code: Any, tiles: AllTiles, field: Mapping[str, Any], x: Any, rows: Any, sums: Any
+) -> None:
+    spans = code.sdiv(field["pairs"], field["span"])
+    given = [x, field["x_stride"], rows, field["tile"], spans, field["span"], sums]
+    code.call(tiles.sum_inputs, given)
 
 
 def _has_minima(code: Any, kind: Any) -> Any:
