@@ -13,6 +13,7 @@ class BreakableEngine(Engine):
     """Engine whose target can be made to fail every pass while its workers live on."""
 
     _num_cancelled = 0
+    _num_awaited = 0
 
     async def break_target(self) -> str:
         """Break the target of this replica, and return the replica's id."""
@@ -26,6 +27,21 @@ class BreakableEngine(Engine):
     async def replica(self) -> str:
         return self._replica
 
+    async def await_cancelled(self, count: int) -> None:
+        """Begin no round after the next tokens until this many sequences were given up."""
+        coordinator = self._coordinator
+        cancel = coordinator.cancel
+
+        def cancel_and_count(seq_id: int) -> None:
+            cancel(seq_id)
+            self._num_awaited -= 1
+            if self._num_awaited == 0:
+                coordinator.cancel = cancel  # type: ignore[method-assign]
+                coordinator.resume()
+
+        self._num_awaited = count
+        coordinator.cancel = cancel_and_count  # type: ignore[method-assign]
+
     async def num_cancelled(self) -> int:
         """Return how many sequences were cancelled."""
         return self._num_cancelled
@@ -33,3 +49,5 @@ class BreakableEngine(Engine):
     def _emit(self, chunks: Sequence[Chunk]) -> None:
         self._num_cancelled += sum(chunk.finish is FinishReason.CANCELLED for chunk in chunks)
         super()._emit(chunks)
+        if self._num_awaited and any(chunk.tokens for chunk in chunks):
+            self._coordinator.pause()

@@ -347,8 +347,9 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
 ) -> None:
     """Check that the engine cancels what a client that left has requested.
 
-    This client sends the body after the head, as many do: a body that HAProxy splices would
-    keep it from seeing that a client has left which waits for its answer in one piece.
+    The engine waits for that: on a busy machine texts might end before the news arrives. This
+    client sends the body after the head, as many do: a body that HAProxy splices would keep it from
+    seeing that a client has left which waits for its answer in one piece.
     """
     engine = handle(config_from_keys({"http.port": server.port}), "Engine")
 
@@ -362,6 +363,7 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
 
     until(lambda: used() == 0, 300)
     before = cancelled()
+    engine.await_cancelled.remote(4).result()
     body = {
         "model": "demo",
         "prompt": PROMPTS[0],
