@@ -24,6 +24,7 @@ FLOAT = ir.FloatType()
 BF16 = ir.VectorType(ir.IntType(16), LANES)  # as bits
 WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)  # a register of them
 FP32 = ir.VectorType(FLOAT, LANES)
+HALF = ir.VectorType(ir.HalfType(), LANES)
 BITS = ir.VectorType(INT, LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 POINTER, NOTHING = ir.PointerType(), ir.VoidType()

@@ -77,7 +77,7 @@ def test_these_products_would_show_another_order_of_summing(inner: int) -> None:
     shuffled = torch.randperm(inner, generator=torch.Generator().manual_seed(2))
     assert (
         num_differing(make_linear(weight[:, shuffled])(x[:, shuffled]), make_linear(weight)(x))
-        > 0.9 * ROWS * 128
+        > 0.8 * ROWS * 128
     )
 
 

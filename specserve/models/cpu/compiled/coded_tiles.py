@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from specserve.machine_code.vectors import (
     FP32,
+    HALF,
     INT,
     LANES,
     LONG,
@@ -31,6 +32,7 @@ from specserve.machine_code.vectors import (
     new_memory,
 )
 from specserve.models.cpu.compiled.tiles import (
+    PAIR_BYTES,
     PANEL,
     Tiles,
     add_assembler,
@@ -40,7 +42,9 @@ from specserve.models.cpu.compiled.tiles import (
 
 CODED_ROWS = 12
 """Rows of a tile: 24 registers hold sums, and those that are left widen integers."""
-INPUT_SUMS_BYTES = 4 * CODED_ROWS
+SUMS_ROWS = 32
+"""Rows of a tile for whose sums of inputs there is room, also of the tiles of others."""
+INPUT_SUMS_BYTES = 4 * SUMS_ROWS
 """Bytes of the sums of a tile's inputs over a span."""
 MINIMA, HALVES = 32, 64
 """What a kind of weight has more than its bits if it has minima, and numbers in fp16."""
@@ -139,7 +143,7 @@ def _scale_bytes(kind: int) -> int:
 
 
 def sum_inputs(module: ir.Module) -> ir.Function:
-    """Build a function that sums each row's inputs over each span, [tiles, spans, CODED_ROWS].
+    """Build a function that sums each row's inputs over each span, [tiles, spans, SUMS_ROWS].
 
     Its arguments are x, bytes of a row, rows, rows of a tile, spans, pairs of a span, and where the
     sums go.
@@ -166,6 +170,49 @@ def sum_inputs(module: ir.Module) -> ir.Function:
             code.store(own, at(code, sums, place))
     code.ret_void()
     return function
+
+
+def widening(module: ir.Module, kind: int) -> ir.Function:
+    """Build a function that widens spans of a panel to bf16 numbers, and what they have to fp32.
+
+    Its arguments are the panel, spans, pairs of a span, how far ahead to fetch, and where weights
+    [spans, pairs, 32, 2] and scales [spans, 32], with minima [spans, 2, 32], go.
+    """
+    kinds = [POINTER, LONG, LONG, LONG, POINTER, POINTER]
+    function, code = new_function(module, f"widen{kind}", kinds)
+    panel, spans, pairs, distance, weights, scales = function.args
+    bits, num_bytes = kind % MINIMA, header_bytes(kind)
+    count = 4 if kind & MINIMA else 2
+    span_bytes = code.add(LONG(num_bytes), code.mul(pairs, LONG(8 * bits)))
+    own_kind = HALF if kind & HALVES else FP32
+    with counting(code, LONG(0), spans, LONG(1)) as span:
+        start = at(code, panel, code.mul(span, span_bytes))
+        to = at(code, scales, code.mul(span, LONG(4 * LANES * count)))
+        for i in range(count):
+            place = at(code, start, LONG(num_bytes // count * i))
+            numbers = code.load(place, typ=own_kind, align=2)
+            numbers = code.fpext(numbers, FP32) if kind & HALVES else numbers
+            code.store(numbers, at(code, to, LONG(4 * LANES * i)), align=4)
+        integers = at(code, start, LONG(num_bytes))
+        widened = at(code, weights, code.mul(code.mul(span, pairs), LONG(PAIR_BYTES)))
+        changed, unchanged = [pairs, integers, widened], [distance, _table(module, kind)]
+        add_assembler(code, changed, unchanged, partial(_widening_assembler, bits))
+    code.ret_void()
+    return function
+
+
+def _widening_assembler(bits: int, operands: Sequence[str]) -> list[str]:
+    left, panel, out, distance, table = operands
+    return [
+        f"vmovups ({table}), %zmm{TABLE}",
+        *(".p2align 5", "1:"),
+        *(_widen_bytes(panel) if bits == 8 else _widen_halves(panel)),
+        f"prefetcht0 ({panel},{distance})",
+        *(f"vmovups %zmm{weight}, {64 * i}({out})" for i, weight in enumerate(WEIGHTS[bits])),
+        f"addq $${8 * bits}, {panel}",
+        f"addq $${PAIR_BYTES}, {out}",
+        *(f"decq {left}", "jne 1b"),
+    ]
 
 
 def _widen_bytes(panel: str) -> list[str]:

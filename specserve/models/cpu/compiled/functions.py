@@ -12,6 +12,7 @@ from specserve.machine_code.teams import Team
 from specserve.machine_code.vectors import POINTER
 from specserve.models.cpu.compiled import attention, layers, norms, products
 from specserve.models.cpu.compiled.tiles import Tiles
+from specserve.models.cpu.compiled.weight_kinds import AllTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def _module() -> ir.Module:
     layers.add_layers(
         module,
         team,
-        products=products.add_products(module, team, products.AllTiles(module, tiles)),
+        products=products.add_products(module, team, AllTiles(module, tiles)),
         attention=attention.AttentionCode(module, tiles, team),
         norms=norms.Norms(module, team),
     )

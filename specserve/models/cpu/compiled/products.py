@@ -7,7 +7,7 @@ computes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,29 +34,19 @@ from specserve.machine_code.vectors import (
     store_bf16,
     store_fp32,
 )
-from specserve.models.cpu.compiled.coded_tiles import (
-    CODED_ROWS,
-    INPUT_SUMS_BYTES,
-    KINDS,
-    MINIMA,
-    coded_tiles,
-    header_bytes,
-    sum_inputs,
-)
-from specserve.models.cpu.compiled.tiles import (
-    PAIR_BYTES,
-    PANEL,
-    TILE_ROWS,
-    Tiles,
-    clear_sums,
-    row_sums,
-    tile_height,
+from specserve.models.cpu.compiled.amx_tiles import end_amx, may_use_amx
+from specserve.models.cpu.compiled.coded_tiles import INPUT_SUMS_BYTES, SUMS_ROWS
+from specserve.models.cpu.compiled.tiles import PANEL, TILE_ROWS, clear_sums, row_sums
+from specserve.models.cpu.compiled.weight_kinds import (
+    AllTiles,
+    AmxRoom,
+    cut_product,
+    has_minima,
+    uses_amx,
 )
 
 MAX_ROWS = 74 * TILE_ROWS
 """Rows of one product; each thread has their sums over a panel on its stack."""
-BLOCK_PAIRS = 1024
-"""Pairs of inputs after which the next tile has its turn, so that the panel stays in the cache."""
 CHUNK_BYTES = 1 << 18
 """Bytes of panels that a thread takes at a time, if that leaves each of four two turns or more.
 
@@ -89,48 +79,6 @@ PRODUCT = Record(
 )
 
 
-class AllTiles:
-    """The tiles over weights of each kind."""
-
-    def __init__(self, module: ir.Module, tiles: Tiles) -> None:
-        self.sum_inputs = sum_inputs(module)
-        self._tiles = tiles
-        self._coded = {kind: coded_tiles(module, kind) for kind in KINDS}
-
-    def add_products(
-        self,
-        code: Any,
-        kind: Any,
-        span: Any,
-        pairs: Any,
-        add_input_sums: Callable[[Any], Any],
-        **given: Any,
-    ) -> None:
-        """Build the products with `pairs` of a panel, whose weights are of that kind.
-
-        They are whole spans. `add_input_sums` builds the place of the input sums of a row's tile.
-        """
-        after = code.append_basic_block("multiplied")
-        others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
-        plain = code.append_basic_block("of16")
-        switch = code.switch(kind, plain)
-        for block, own in others.items():
-            switch.add_case(LONG(own), block)
-        code.position_at_end(plain)
-        self._tiles.add_products(code, pairs=pairs, **given)
-        code.branch(after)
-        for block, own in others.items():
-            code.position_at_end(block)
-
-            def add_more(row: Any, own: int = own) -> list[Any]:
-                spans = code.sdiv(pairs, span)
-                return [spans, add_input_sums(row)] if own & MINIMA else [spans]
-
-            self._coded[own].add_products(code, pairs=span, **given, add_more=add_more)
-            code.branch(after)
-        code.position_at_end(after)
-
-
 def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, Stage]:
     """Build `product`, `unrounded_product` and `gated_product`.
 
@@ -155,40 +103,22 @@ def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, St
 
 def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     """Build the record of a product that makes a number of outputs of a panel."""
-    rows, pairs, kind = values["rows"], values["pairs"], values["kind"]
-    is_coded = code.icmp_signed("!=", kind, LONG(16))
-    has_minima = _has_minima(code, kind)
-    bits = code.urem(kind, LONG(MINIMA))
-    most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
-    tile = tile_height(code, rows, most)
-    has_one_tile = code.icmp_signed("==", tile, rows)
-    header = LONG(0)
-    for own in KINDS:
-        is_own = code.icmp_signed("==", kind, LONG(own))
-        header = code.select(is_own, LONG(header_bytes(own)), header)
-    # Where scales change, the sums are rounded: a block is of whole spans.
-    span = code.select(is_coded, values["span"], LONG(1))
-    block_spans = larger(code, LONG(1), code.sdiv(LONG(BLOCK_PAIRS), span))
-    block = code.select(has_one_tile, pairs, code.mul(block_spans, span))
-    span_bytes = code.add(header, code.mul(span, code.mul(bits, LONG(PAIR_BYTES // 16))))
-    panel_bytes = code.mul(code.sdiv(pairs, span), span_bytes)
+    cut = cut_product(code, values)
     panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
-    fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
+    fitting = code.sdiv(LONG(CHUNK_BYTES), cut["panel_bytes"])
     fair = code.sdiv(panels, LONG(8))
     # Many rows would have many sums of inputs.
-    has_groups = code.or_(code.icmp_signed(">", fitting, LONG(0)), has_minima)
+    fits = code.icmp_signed(">", fitting, LONG(0))
+    has_groups = code.or_(fits, has_minima(code, cut["kind"]))
+    group = code.mul(cut["tile"], LONG(GROUP_TILES))
     return PRODUCT.new(
         code,
         {
             **values,
+            **cut,
             "panels": panels,
             "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
-            "block": block,
-            "tile": tile,
-            "group": code.select(has_groups, code.mul(tile, LONG(GROUP_TILES)), rows),
-            "span": span,
-            "span_bytes": span_bytes,
-            "panel_bytes": panel_bytes,
+            "group": code.select(has_groups, group, values["rows"]),
         },
     )
 
@@ -205,17 +135,18 @@ def _work(
     rows, columns = field["rows"], field["columns"]
     in_stride, out_stride = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
-    has_minima = _has_minima(code, field["kind"])
-    input_sums = _room_for_input_sums(code, field, has_minima)
+    field["room"] = AmxRoom.of(code, field) if may_use_amx() else None
+    sums_inputs = has_minima(code, field["kind"])
+    input_sums = _room_for_input_sums(code, field, sums_inputs)
     is_one_group = code.icmp_signed("<=", rows, field["group"])
-    with code.if_then(code.and_(has_minima, is_one_group)):
+    with code.if_then(code.and_(sums_inputs, is_one_group)):
         _sum_inputs(code, tiles, field, field["x"], rows, input_sums)
     with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
         with counting(code, LONG(0), rows, field["group"]) as group:
             group_rows = smaller(code, field["group"], code.sub(rows, group))
             x = at(code, field["x"], code.mul(group, in_stride))
-            with code.if_then(code.and_(has_minima, code.not_(is_one_group))):
+            with code.if_then(code.and_(sums_inputs, code.not_(is_one_group))):
                 _sum_inputs(code, tiles, field, x, group_rows, input_sums)
             with counting(code, first, stop, LONG(1)) as panel:
                 clear_sums(module, code, sums, group_rows)
@@ -231,6 +162,9 @@ def _work(
                 out = at(code, field["out"], offset)
                 left = code.sub(columns, column)
                 code.call(finish, [sums, group_rows, out, out_stride, residual, bias, left])
+    if may_use_amx():
+        with code.if_then(uses_amx(code, field["kind"])):
+            end_amx(code)
     code.ret_void()
     return function
 
@@ -261,9 +195,10 @@ def _add_blocks(
         tiles.add_products(
             code,
             field["kind"],
-            span,
-            block_pairs,
-            add_input_sums,
+            span=span,
+            pairs=block_pairs,
+            add_input_sums=add_input_sums,
+            room=field["room"],
             x=at(code, x, code.mul(pair, LONG(4))),
             stride=field["x_stride"],
             rows=rows,
@@ -282,16 +217,12 @@ def _sum_inputs(
     code.call(tiles.sum_inputs, given)
 
 
-def _has_minima(code: Any, kind: Any) -> Any:
-    return code.icmp_signed("!=", code.and_(kind, LONG(MINIMA)), LONG(0))
-
-
-def _room_for_input_sums(code: Any, field: Mapping[str, Any], has_minima: Any) -> Any:
+def _room_for_input_sums(code: Any, field: Mapping[str, Any], sums_inputs: Any) -> Any:
     """Build room for the sums of a group's inputs over each span, if they are needed."""
     tiles = code.sdiv(field["group"], field["tile"])
     spans = code.sdiv(field["pairs"], field["span"])
-    size = code.mul(code.mul(tiles, spans), LONG(CODED_ROWS))
-    return new_memory(code, FLOAT, count=code.select(has_minima, size, LONG(0)))
+    size = code.mul(code.mul(tiles, spans), LONG(SUMS_ROWS))
+    return new_memory(code, FLOAT, count=code.select(sums_inputs, size, LONG(0)))
 
 
 FINISH_ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG]

@@ -75,7 +75,11 @@ class Tiles:
                 LONG(0) if fetches is None else code.select(is_first, fetches, LONG(0)),
                 *add_more(row),
             ]
-            _call_one_of(code, num_rows, self._functions, given)
+            self.call(code, num_rows, given)
+
+    def call(self, code: Any, num_rows: Any, given: Sequence[Any]) -> None:
+        """Build the call of the tile for a number of rows."""
+        _call_one_of(code, num_rows, self._functions, given)
 
 
 def tile_height(code: Any, rows: Any, most: Any) -> Any:
