@@ -45,6 +45,13 @@ from specserve.machine_code.vectors import (
     store_bf16,
     transposed,
 )
+from specserve.models.cpu.compiled.amx_tiles import (
+    AMX_ROWS,
+    STEP_PAIRS,
+    AmxTiles,
+    begin_amx,
+    end_amx,
+)
 from specserve.models.cpu.compiled.tiles import (
     PAIR_BYTES,
     PANEL,
@@ -103,11 +110,11 @@ ATTENTION = Record(
 class AttentionCode:
     """The attention of a module."""
 
-    def __init__(self, module: ir.Module, tiles: Tiles, team: Team) -> None:
+    def __init__(self, module: ir.Module, tiles: Tiles, amx: AmxTiles | None, team: Team) -> None:
         """Build `attention`, which writes k and v into the pages and then attends."""
         copy_head = _copy_head(module)
         self._write = _write(module, copy_head)
-        self.stage = Stage(_Work(module, tiles, copy_head).function, ATTENTION.new)
+        self.stage = Stage(_Work(module, tiles, amx, copy_head).function, ATTENTION.new)
         code, values, threads = new_entry(module, "attention", ATTENTION, ARGUMENTS)
         record = ATTENTION.new(code, values)
         with counting(code, LONG(0), values["num_runs"], LONG(1)) as index:
@@ -178,8 +185,10 @@ def _copy_head(module: ir.Module) -> ir.Function:
 class _Work:
     """The work of a thread: it takes a run and a key head as long as there are any."""
 
-    def __init__(self, module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> None:
-        self._module, self._tiles, self._copy_head = module, tiles, copy_head
+    def __init__(
+        self, module: ir.Module, tiles: Tiles, amx: AmxTiles | None, copy_head: ir.Function
+    ) -> None:
+        self._module, self._tiles, self._amx, self._copy_head = module, tiles, amx, copy_head
         self._find_slots = _find_slots(module)
         self._pack_keys, self._pack_values = _pack_keys(module), _pack_values(module)
         self._start_rows, self._weigh = _start_rows(module), _weigh(module)
@@ -193,7 +202,10 @@ class _Work:
         }
         self._dims = {"keys": self._field["dim"], "values": self._field["v_dim"]}
         self._v_panels = code.sdiv(code.add(self._dims["values"], LONG(PANEL - 1)), LONG(PANEL))
+        self._set_up = begin_amx(code)
         self._take_all()
+        if amx is not None:
+            end_amx(code)
         code.ret_void()
 
     def _take_all(self) -> None:
@@ -273,12 +285,10 @@ class _Work:
         with counting(code, LONG(0), panels, LONG(1)) as panel:
             sums = at(code, self._scratch["scores"], code.mul(panel, LONG(PANEL_SUMS)))
             clear_sums(self._module, code, sums, rows)
-            self._tiles.add_products(
-                code,
+            self._add_products(
                 x=self._scratch["q"],
                 stride=code.mul(self._field["dim"], LONG(2)),
                 rows=rows,
-                height=tile_height(code, rows, LONG(TILE_ROWS)),
                 panel=at(code, packed, code.mul(panel, LONG(KEY_PANEL))),
                 pairs=pairs,
                 sums=sums,
@@ -290,16 +300,31 @@ class _Work:
         given = [*self._pool("values", head), self._slots(block), panels, self._dims["values"]]
         code.call(self._pack_values, [*given, packed])
         with counting(code, LONG(0), self._v_panels, LONG(1)) as panel:
-            self._tiles.add_products(
-                code,
+            self._add_products(
                 x=self._scratch["p"],
                 stride=LONG(2 * BLOCK),
                 rows=rows,
-                height=tile_height(code, rows, LONG(TILE_ROWS)),
                 panel=at(code, packed, code.mul(panel, LONG(VALUE_PANEL))),
                 pairs=code.mul(panels, LONG(PANEL // 2)),
                 sums=at(code, self._scratch["out"], code.mul(panel, LONG(PANEL_SUMS))),
             )
+
+    def _add_products(self, *, rows: Any, pairs: Any, **given: Any) -> None:
+        """Build the products of rows with a panel, by AMX where the pairs are whole steps of it."""
+        code, given = self._code, {"rows": rows, "pairs": pairs, **given}
+        if self._amx is None:
+            height = tile_height(code, rows, LONG(TILE_ROWS))
+            self._tiles.add_products(code, height=height, **given)
+            return
+        whole = code.icmp_signed("==", code.srem(pairs, LONG(STEP_PAIRS)), LONG(0))
+        with code.if_else(whole) as (by_amx, otherwise):
+            with by_amx:
+                height = tile_height(code, rows, LONG(AMX_ROWS))
+                add_more = [self._set_up]
+                self._amx.add_products(code, height=height, add_more=lambda row: add_more, **given)
+            with otherwise:
+                height = tile_height(code, rows, LONG(TILE_ROWS))
+                self._tiles.add_products(code, height=height, **given)
 
     def _pool(self, name: str, head: Any) -> list[Any]:
         """Build the place of a head in slot 0 of the keys or values, and the bytes of a slot."""

@@ -11,6 +11,7 @@ from specserve.machine_code.compiler import Function, compile_module, function_o
 from specserve.machine_code.teams import Team
 from specserve.machine_code.vectors import POINTER
 from specserve.models.cpu.compiled import attention, layers, norms, products
+from specserve.models.cpu.compiled.amx_tiles import AmxTiles, may_use_amx
 from specserve.models.cpu.compiled.tiles import Tiles
 from specserve.models.cpu.compiled.weight_kinds import AllTiles
 
@@ -47,11 +48,12 @@ def compile_functions() -> Functions:
 def _module() -> ir.Module:
     module = new_module("specserve")
     tiles, team = Tiles.of_bf16(module), Team(module)
+    amx = AmxTiles(module) if may_use_amx() else None
     layers.add_layers(
         module,
         team,
-        products=products.add_products(module, team, AllTiles(module, tiles)),
-        attention=attention.AttentionCode(module, tiles, team),
+        products=products.add_products(module, team, AllTiles(module, tiles, amx)),
+        attention=attention.AttentionCode(module, tiles, amx, team),
         norms=norms.Norms(module, team),
     )
     return module

@@ -111,14 +111,13 @@ class AmxRoom:
 class AllTiles:
     """The tiles over weights of each kind."""
 
-    def __init__(self, module: ir.Module, tiles: Tiles) -> None:
+    def __init__(self, module: ir.Module, tiles: Tiles, amx: AmxTiles | None) -> None:
         self.sum_inputs = sum_inputs(module)
-        self._tiles = tiles
+        self._tiles, self._amx = tiles, amx
         self._coded = {kind: coded_tiles(module, kind) for kind in KINDS}
         self._builders: dict[int, Callable[..., None]] = dict.fromkeys(KINDS, self._add_coded)
         self._builders[16] = self._add_plain
-        if may_use_amx():
-            self._amx = AmxTiles(module)
+        if amx is not None:
             self._scaled = [ScaledAmxTiles(module, has_minima=own) for own in (False, True)]
             self._widening = {kind: widening(module, kind) for kind in KINDS}
             self._builders[16 | AMX] = self._add_plain_by_amx
@@ -147,6 +146,7 @@ class AllTiles:
     def _add_plain_by_amx(
         self, code: Any, kind: int, span: Any, add_input_sums: Any, room: AmxRoom, **given: Any
     ) -> None:
+        assert self._amx is not None
         self._amx.add_products(code, **given, add_more=lambda row: [room.set_up])
 
     def _add_coded(
