@@ -53,7 +53,7 @@ MATRIX_ROWS = 16
 SUMS, INPUTS, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 """Registers: sums of two halves of the rows with two halves of the panel; inputs; weights."""
 ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, LONG, POINTER]
-"""Those of other tiles, and the place of the number of rows that the registers are set up for."""
+"""What other tiles take, and the place of the number of rows that the registers are set up for."""
 
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """Of Linux on x86-64: a call, what it is asked for, and the number of the registers."""

@@ -9,6 +9,7 @@ largest score grows. Blocks depend on positions alone, so that a row's bits do, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -202,9 +203,11 @@ class _Work:
         }
         self._dims = {"keys": self._field["dim"], "values": self._field["v_dim"]}
         self._v_panels = code.sdiv(code.add(self._dims["values"], LONG(PANEL - 1)), LONG(PANEL))
-        self._set_up = begin_amx(code)
-        self._take_all()
-        if amx is not None:
+        if amx is None:
+            self._take_all()
+        else:
+            self._set_up = begin_amx(code)
+            self._take_all()
             end_amx(code)
         code.ret_void()
 
@@ -311,20 +314,22 @@ class _Work:
 
     def _add_products(self, *, rows: Any, pairs: Any, **given: Any) -> None:
         """Build the products of rows with a panel, by AMX where the pairs are whole steps of it."""
-        code, given = self._code, {"rows": rows, "pairs": pairs, **given}
+        code = self._code
+
+        def add(tiles: Tiles, most: int, more: Sequence[Any]) -> None:
+            height = tile_height(code, rows, LONG(most))
+            given_rows = {"rows": rows, "pairs": pairs, "height": height}
+            tiles.add_products(code, **given_rows, **given, add_more=lambda row: more)
+
         if self._amx is None:
-            height = tile_height(code, rows, LONG(TILE_ROWS))
-            self._tiles.add_products(code, height=height, **given)
+            add(self._tiles, TILE_ROWS, ())
             return
         whole = code.icmp_signed("==", code.srem(pairs, LONG(STEP_PAIRS)), LONG(0))
         with code.if_else(whole) as (by_amx, otherwise):
             with by_amx:
-                height = tile_height(code, rows, LONG(AMX_ROWS))
-                add_more = [self._set_up]
-                self._amx.add_products(code, height=height, add_more=lambda row: add_more, **given)
+                add(self._amx, AMX_ROWS, [self._set_up])
             with otherwise:
-                height = tile_height(code, rows, LONG(TILE_ROWS))
-                self._tiles.add_products(code, height=height, **given)
+                add(self._tiles, TILE_ROWS, ())
 
     def _pool(self, name: str, head: Any) -> list[Any]:
         """Build the place of a head in slot 0 of the keys or values, and the bytes of a slot."""

@@ -43,7 +43,7 @@ from specserve.models.cpu.compiled.tiles import (
 CODED_ROWS = 12
 """Rows of a tile: 24 registers hold sums, and those that are left widen integers."""
 SUMS_ROWS = 32
-"""Rows of a tile for whose sums of inputs there is room, also of the tiles of others."""
+"""Rows of a tile for whose sums of inputs there is room: AMX has taller tiles."""
 INPUT_SUMS_BYTES = 4 * SUMS_ROWS
 """Bytes of the sums of a tile's inputs over a span."""
 MINIMA, HALVES = 32, 64
@@ -173,7 +173,7 @@ def sum_inputs(module: ir.Module) -> ir.Function:
 
 
 def widening(module: ir.Module, kind: int) -> ir.Function:
-    """Build a function that widens spans of a panel to bf16 numbers, and what they have to fp32.
+    """Build a function that widens a panel's integers to bf16, and scales and minima to fp32.
 
     Its arguments are the panel, spans, pairs of a span, how far ahead to fetch, and where weights
     [spans, pairs, 32, 2] and scales [spans, 32], with minima [spans, 2, 32], go.

@@ -34,15 +34,14 @@ from specserve.machine_code.vectors import (
     store_bf16,
     store_fp32,
 )
-from specserve.models.cpu.compiled.amx_tiles import end_amx, may_use_amx
 from specserve.models.cpu.compiled.coded_tiles import INPUT_SUMS_BYTES, SUMS_ROWS
 from specserve.models.cpu.compiled.tiles import PANEL, TILE_ROWS, clear_sums, row_sums
 from specserve.models.cpu.compiled.weight_kinds import (
     AllTiles,
-    AmxRoom,
+    PanelBlock,
+    amx_room,
     cut_product,
     has_minima,
-    uses_amx,
 )
 
 MAX_ROWS = 74 * TILE_ROWS
@@ -132,16 +131,15 @@ def _work(
     """
     function, code = new_function(module, f"work_on_{name}", [POINTER])
     field = PRODUCT.load(code, function.args[0])
-    rows, columns = field["rows"], field["columns"]
-    in_stride, out_stride = field["x_stride"], field["out_stride"]
+    rows, in_stride = field["rows"], field["x_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
-    field["room"] = AmxRoom.of(code, field) if may_use_amx() else None
     sums_inputs = has_minima(code, field["kind"])
     input_sums = _room_for_input_sums(code, field, sums_inputs)
     is_one_group = code.icmp_signed("<=", rows, field["group"])
     with code.if_then(code.and_(sums_inputs, is_one_group)):
         _sum_inputs(code, tiles, field, field["x"], rows, input_sums)
-    with taking(code, field["next"], field["chunk"], field["panels"]) as first:
+    taken = taking(code, field["next"], field["chunk"], field["panels"])
+    with amx_room(code, field) as field["room"], taken as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
         with counting(code, LONG(0), rows, field["group"]) as group:
             group_rows = smaller(code, field["group"], code.sub(rows, group))
@@ -156,17 +154,22 @@ def _work(
                 weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
                 _add_blocks(code, tiles, field, x, group_rows, weight, sums, input_sums, fetches)
                 column = code.mul(panel, LONG(OUTPUTS[name]))
-                bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
-                offset = code.add(code.mul(column, LONG(out_bytes)), code.mul(group, out_stride))
-                residual = at_if_any(code, field["residual"], offset)
-                out = at(code, field["out"], offset)
-                left = code.sub(columns, column)
-                code.call(finish, [sums, group_rows, out, out_stride, residual, bias, left])
-    if may_use_amx():
-        with code.if_then(uses_amx(code, field["kind"])):
-            end_amx(code)
+                results = _results(code, field, column, group, out_bytes)
+                code.call(finish, [sums, group_rows, *results])
     code.ret_void()
     return function
+
+
+def _results(
+    code: Any, field: Mapping[str, Any], column: Any, row: Any, out_bytes: int
+) -> list[Any]:
+    """Build what a panel is finished with, after its sums and rows."""
+    stride = field["out_stride"]
+    offset = code.add(code.mul(column, LONG(out_bytes)), code.mul(row, stride))
+    residual = at_if_any(code, field["residual"], offset)
+    bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
+    left = code.sub(field["columns"], column)
+    return [at(code, field["out"], offset), stride, residual, bias, left]
 
 
 def _add_blocks(
@@ -186,27 +189,27 @@ def _add_blocks(
     with counting(code, LONG(0), pairs, block) as pair:
         number = code.sdiv(pair, span)
         block_sums = at(code, input_sums, code.mul(number, LONG(INPUT_SUMS_BYTES)))
-        block_pairs = smaller(code, block, code.sub(pairs, pair))
 
         def add_input_sums(row: Any, sums_of_tiles: Any = block_sums) -> Any:
             tile = code.sdiv(row, field["tile"])
             return at(code, sums_of_tiles, code.mul(tile, tile_sums))
 
-        tiles.add_products(
-            code,
-            field["kind"],
+        own = PanelBlock(
+            panel=at(code, weight, code.mul(number, field["span_bytes"])),
+            pairs=smaller(code, block, code.sub(pairs, pair)),
             span=span,
-            pairs=block_pairs,
+            fetches=fetches,
             add_input_sums=add_input_sums,
             room=field["room"],
-            x=at(code, x, code.mul(pair, LONG(4))),
-            stride=field["x_stride"],
-            rows=rows,
-            height=field["tile"],
-            panel=at(code, weight, code.mul(number, field["span_bytes"])),
-            sums=sums,
-            fetches=fetches,
+            rows={
+                "x": at(code, x, code.mul(pair, LONG(4))),
+                "stride": field["x_stride"],
+                "rows": rows,
+                "height": field["tile"],
+                "sums": sums,
+            },
         )
+        tiles.add_products(code, field["kind"], own)
 
 
 def _sum_inputs(

@@ -6,7 +6,8 @@ AMX multiplies by it where the inputs, or a span's, are whole steps of it, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from specserve.models.cpu.compiled.amx_tiles import (
     AmxTiles,
     ScaledAmxTiles,
     begin_amx,
+    end_amx,
     may_use_amx,
 )
 from specserve.models.cpu.compiled.coded_tiles import (
@@ -82,10 +84,6 @@ def has_minima(code: Any, kind: Any) -> Any:
     return code.icmp_signed("!=", code.and_(kind, LONG(MINIMA)), LONG(0))
 
 
-def uses_amx(code: Any, kind: Any) -> Any:
-    return code.icmp_signed(">=", kind, LONG(AMX))
-
-
 @dataclass(frozen=True, slots=True)
 class AmxRoom:
     """A thread's memory for AMX: the rows that it is set up for, and a block of widened weights."""
@@ -94,18 +92,39 @@ class AmxRoom:
     weights: Any
     scales: Any
 
-    @classmethod
-    def of(cls, code: Any, field: Mapping[str, Any]) -> AmxRoom:
-        is_plain = code.icmp_signed("==", field["kind"], LONG(16 | AMX))
-        widens = code.and_(uses_amx(code, field["kind"]), code.not_(is_plain))
-        pairs = code.select(widens, field["block"], LONG(0))
-        vectors = code.mul(pairs, LONG(PAIR_BYTES // (4 * LANES)))
-        numbers = code.mul(code.sdiv(pairs, field["span"]), LONG(4))
-        return cls(
-            begin_amx(code),
-            new_memory(code, FP32, count=vectors, align=LINE),
-            new_memory(code, FP32, count=numbers, align=LINE),
-        )
+
+@contextmanager
+def amx_room(code: Any, field: Mapping[str, Any]) -> Iterator[AmxRoom | None]:
+    """Build a thread's use of AMX around what is built meanwhile, where there is AMX."""
+    if not may_use_amx():
+        yield None
+        return
+    by_amx = code.icmp_signed(">=", field["kind"], LONG(AMX))
+    is_plain = code.icmp_signed("==", field["kind"], LONG(16 | AMX))
+    widens = code.and_(by_amx, code.not_(is_plain))
+    pairs = code.select(widens, field["block"], LONG(0))
+    vectors = code.mul(pairs, LONG(PAIR_BYTES // (4 * LANES)))
+    scales = code.mul(code.sdiv(pairs, field["span"]), LONG(4))
+    yield AmxRoom(
+        begin_amx(code),
+        new_memory(code, FP32, count=vectors, align=LINE),
+        new_memory(code, FP32, count=scales, align=LINE),
+    )
+    with code.if_then(by_amx):
+        end_amx(code)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelBlock:
+    """A block of a panel, in whole spans, and the rows that it is multiplied with."""
+
+    panel: Any
+    pairs: Any
+    span: Any
+    fetches: Any
+    add_input_sums: Callable[[Any], Any]  # builds the place of the input sums of a row's tile
+    room: AmxRoom | None
+    rows: Mapping[str, Any]
 
 
 class AllTiles:
@@ -123,66 +142,50 @@ class AllTiles:
             self._builders[16 | AMX] = self._add_plain_by_amx
             self._builders |= dict.fromkeys((kind | AMX for kind in KINDS), self._add_coded_by_amx)
 
-    def add_products(self, code: Any, kind: Any, **given: Any) -> None:
-        """Build the products with a number of pairs of a panel, whose weights are of that kind.
-
-        They are whole spans. `add_input_sums` builds the place of the input sums of a row's tile.
-        """
+    def add_products(self, code: Any, kind: Any, block: PanelBlock) -> None:
+        """Build the products with a block of a panel, whose weights are of that kind."""
         after = code.append_basic_block("multiplied")
         switch = code.switch(kind, after)
         for own, add in self._builders.items():
-            block = code.append_basic_block(f"of{own}")
-            switch.add_case(LONG(own), block)
-            code.position_at_end(block)
-            add(code, own % AMX, **given)
+            place = code.append_basic_block(f"of{own}")
+            switch.add_case(LONG(own), place)
+            code.position_at_end(place)
+            add(code, own % AMX, block)
             code.branch(after)
         code.position_at_end(after)
 
-    def _add_plain(
-        self, code: Any, kind: int, span: Any, add_input_sums: Any, room: Any, **given: Any
-    ) -> None:
-        self._tiles.add_products(code, **given)
+    def _add_plain(self, code: Any, kind: int, block: PanelBlock) -> None:
+        given = {"panel": block.panel, "pairs": block.pairs, "fetches": block.fetches}
+        self._tiles.add_products(code, **given, **block.rows)
 
-    def _add_plain_by_amx(
-        self, code: Any, kind: int, span: Any, add_input_sums: Any, room: AmxRoom, **given: Any
-    ) -> None:
+    def _add_plain_by_amx(self, code: Any, kind: int, block: PanelBlock) -> None:
         assert self._amx is not None
-        self._amx.add_products(code, **given, add_more=lambda row: [room.set_up])
+        assert block.room is not None
+        add_more = [block.room.set_up]
+        given = {"panel": block.panel, "pairs": block.pairs, "fetches": block.fetches}
+        self._amx.add_products(code, **given, **block.rows, add_more=lambda row: add_more)
 
-    def _add_coded(
-        self,
-        code: Any,
-        kind: int,
-        span: Any,
-        pairs: Any,
-        add_input_sums: Callable[[Any], Any],
-        room: Any,
-        **given: Any,
-    ) -> None:
-        def add_more(row: Any) -> list[Any]:
-            spans = code.sdiv(pairs, span)
-            return [spans, add_input_sums(row)] if kind & MINIMA else [spans]
-
-        self._coded[kind].add_products(code, pairs=span, **given, add_more=add_more)
-
-    def _add_coded_by_amx(
-        self,
-        code: Any,
-        kind: int,
-        span: Any,
-        pairs: Any,
-        add_input_sums: Callable[[Any], Any],
-        room: AmxRoom,
-        panel: Any,
-        fetches: Any,
-        **given: Any,
-    ) -> None:
-        spans = code.sdiv(pairs, span)
-        code.call(self._widening[kind], [panel, spans, span, fetches, room.weights, room.scales])
+    def _add_coded(self, code: Any, kind: int, block: PanelBlock) -> None:
+        spans = code.sdiv(block.pairs, block.span)
 
         def add_more(row: Any) -> list[Any]:
-            more = [add_input_sums(row)] if kind & MINIMA else []
-            return [room.set_up, spans, room.scales, *more]
+            return [spans, *_input_sums(kind, block, row)]
 
-        tiles = self._scaled[1 if kind & MINIMA else 0]
-        tiles.add_products(code, pairs=span, panel=room.weights, **given, add_more=add_more)
+        given = {"panel": block.panel, "pairs": block.span, "fetches": block.fetches}
+        self._coded[kind].add_products(code, **given, **block.rows, add_more=add_more)
+
+    def _add_coded_by_amx(self, code: Any, kind: int, block: PanelBlock) -> None:
+        room, spans = block.room, code.sdiv(block.pairs, block.span)
+        assert room is not None
+        given = [block.panel, spans, block.span, block.fetches, room.weights, room.scales]
+        code.call(self._widening[kind], given)
+
+        def add_more(row: Any) -> list[Any]:
+            return [room.set_up, spans, room.scales, *_input_sums(kind, block, row)]
+
+        tiles, widened = self._scaled[bool(kind & MINIMA)], room.weights
+        tiles.add_products(code, panel=widened, pairs=block.span, **block.rows, add_more=add_more)
+
+
+def _input_sums(kind: int, block: PanelBlock, row: Any) -> list[Any]:
+    return [block.add_input_sums(row)] if kind & MINIMA else []
