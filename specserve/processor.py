@@ -27,11 +27,12 @@ WITHOUT_AMX = (
 )
 
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SPINS = "1000"
-"""Looks at a barrier before a thread sleeps, some 20 microseconds, about what waking one takes.
+SPINS = "4000"
+"""Looks of OpenMP before a thread sleeps, some 0.2 milliseconds: as long as torch takes in between.
 
 OpenMP's own number is 300,000 where there are cores enough. A thread that spins so long holds the
 core that the thread it waits for needs, where another session or container has the other core.
+Compiled layers wait in a way of their own.
 """
 
 

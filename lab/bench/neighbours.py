@@ -24,13 +24,13 @@ from statistics import mean, median
 from typing import Any
 
 import psutil
+import torch
 
 from lab.bench.meters import models_of
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
-from specserve.processor import foreign_environment
 from specserve.tools.bench.report import machine
 from specserve.types import Policy, VerifyStep, Warp
 
@@ -41,12 +41,10 @@ PROMPT = 128
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "compiled": {},
     "compiled, GOMP_SPINCOUNT=300000": {"GOMP_SPINCOUNT": "300000"},
-    "compiled, GOMP_SPINCOUNT=300": {"GOMP_SPINCOUNT": "300"},
-    "compiled, OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
-    "oneDNN": {"KERNEL": "onednn"},
     "compiled, one thread": {"THREADS": "1"},
+    "oneDNN": {"KERNEL": "onednn"},
 }
-"""Environment of each way of running the team; KERNEL and THREADS are for the config.
+"""Environment of each way of running the team; KERNEL and THREADS are for the server of passes.
 
 300,000 is OpenMP's own number where it has cores enough for all threads.
 """
@@ -150,7 +148,7 @@ class TargetProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lab.bench.neighbours", "--serve", str(target)],
             cwd=ROOT,
-            env={**foreign_environment(), **variables},
+            env={**os.environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -177,9 +175,9 @@ def serve(target: Path) -> None:
     keys: dict[str, Any] = {
         "draft.kind": "none",
         "cache.pages": 200,
-        "target.threads": int(os.environ.get("THREADS", CORES)),
         "weights.kernel": os.environ.get("KERNEL", "auto"),
     }
+    torch.set_num_threads(int(os.environ.get("THREADS", CORES)))
     with LLM(target, **keys) as llm:
         model = models_of(llm)[0]
         policy = Policy(Warp(temperature=0.0), "block", 0, PROMPT)
@@ -267,7 +265,7 @@ def main() -> None:
         serve(options.serve)
         return
     turns, passes = (1, 2) if options.quick else (options.turns, PASSES)
-    settings = list(SETTINGS)[2:3] if options.quick else list(SETTINGS)
+    settings = list(SETTINGS)[: 1 if options.quick else None]
     others = [other for other in NEIGHBOURS if options.beside in other.name]
     others = others[: 1 if options.quick else None]
     busy = mean(psutil.cpu_percent(0.5) for _ in range(1 if options.quick else 4))

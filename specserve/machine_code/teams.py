@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from specserve.machine_code.vectors import (
     LONG,
     NOTHING,
     POINTER,
+    at,
+    counting,
     new_function,
     new_memory,
 )
@@ -28,6 +31,14 @@ C_KINDS: Mapping[Any, Any] = {
     INT: ctypes.c_int32,
     FLOAT: ctypes.c_float,
 }
+
+
+FEW_LOOKS = 100
+"""Looks at who has arrived, with a pause after each, in any case: some 5 microseconds."""
+LOOKS = 40_000
+"""Looks before a thread sleeps where no other of the team was last seen on its core: some 2 ms."""
+FUTEX, FUTEX_WAIT, FUTEX_WAKE = LONG(202), INT(128), INT(129)
+"""The call of the system by its number on x86-64, and what it is to do, for this process only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +107,28 @@ def new_entry(
 
 
 class Team:
-    """Torch's own team of threads."""
+    """Torch's own team of threads, which waits in a way of our own."""
 
     def __init__(self, module: ir.Module) -> None:
-        library = _openmp()
-        for name in ("GOMP_parallel", "GOMP_barrier"):
-            address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-            assert address is not None
-            binding.add_symbol(name, address)
+        openmp = _openmp()
         kind = ir.FunctionType(NOTHING, [POINTER, POINTER, INT, INT])
-        self._parallel = ir.Function(module, kind, "GOMP_parallel")
-        self._barrier = ir.Function(module, ir.FunctionType(NOTHING, []), "GOMP_barrier")
+        self._parallel = _imported(module, openmp, "GOMP_parallel", kind)
+        self._size = _imported(module, openmp, "omp_get_num_threads", ir.FunctionType(INT, []))
+        number = _imported(module, openmp, "omp_get_thread_num", ir.FunctionType(INT, []))
+        self._wait = _new_wait(module, number)
 
-    def wait(self, code: Any, threads: Any) -> None:
-        """Build the wait of each thread until all have come as far."""
-        with code.if_then(code.icmp_signed("!=", threads, INT(1))):
-            code.call(self._barrier, [])
+    def size(self, code: Any) -> Any:
+        """Build the number of threads that have begun, which can be fewer than were wanted."""
+        return code.call(self._size, [])
+
+    def wait(self, code: Any, arrived: Any, places: Any, size: Any) -> None:
+        """Build the wait of each thread until all have come as far.
+
+        `arrived` is a LONG of this wait only, and `places` has an INT for each thread. All are 0
+        before.
+        """
+        with code.if_then(code.icmp_signed("!=", size, INT(1))):
+            code.call(self._wait, [arrived, places, size])
 
     def run(self, code: Any, work: ir.Function, memory: Any, threads: Any) -> None:
         """Build a call of `work` by each of that many threads."""
@@ -121,6 +138,78 @@ class Team:
             with together:
                 pointer = ir.FormattedConstant(POINTER, work.get_reference())
                 code.call(self._parallel, [pointer, memory, threads, INT(0)])
+
+
+def _new_wait(module: ir.Module, thread_number: ir.Function) -> ir.Function:
+    """Build a wait that keeps its core, unless a thread of the team is known to need that one.
+
+    OpenMP's own either sleeps soon, and waking up takes as long as a stage does, or keeps a core
+    that the thread it waits for needs, where the system has put both on one.
+    """
+    libc = ctypes.CDLL(None)
+    find_core = _imported(module, libc, "sched_getcpu", ir.FunctionType(INT, []))
+    call_system = _imported(module, libc, "syscall", ir.FunctionType(LONG, [LONG], var_arg=True))
+    function, code = new_function(module, "wait_for_team", [POINTER, POINTER, INT])
+    arrived, places, size = function.args
+    looks, sleepers = new_memory(code, INT), at(code, arrived, LONG(4))
+    code.store(INT(0), looks)
+    core = code.add(code.call(find_core, []), INT(1))
+    own = _place(code, places, code.call(thread_number, []))
+    with code.if_then(code.icmp_signed("!=", code.load(own, typ=INT), core)):
+        code.store(core, own)
+    before = code.atomic_rmw("add", arrived, INT(1), "seq_cst")
+    with code.if_then(code.icmp_signed("==", code.add(before, INT(1)), size)):
+        some = code.icmp_signed(">", code.load_atomic(sleepers, "seq_cst", 4, typ=INT), INT(0))
+        with code.if_then(some):
+            code.call(call_system, [FUTEX, arrived, FUTEX_WAKE, size])
+        code.ret_void()
+    with _looking(code, arrived, size) as count:
+        past = code.load(looks, typ=INT)
+        code.store(code.add(past, INT(1)), looks)
+        with code.if_then(code.icmp_signed("==", past, INT(FEW_LOOKS))):
+            _sleep_if_needed(code, looks, places, own, size)
+        with code.if_else(code.icmp_signed("<", past, INT(_most_looks()))) as (keeps, sleeps):
+            with keeps:
+                code.asm(ir.FunctionType(NOTHING, []), "pause", "", [], side_effect=True)
+            with sleeps:
+                code.atomic_rmw("add", sleepers, INT(1), "seq_cst")
+                code.call(call_system, [FUTEX, arrived, FUTEX_WAIT, count, POINTER(None)])
+    code.ret_void()
+    return function
+
+
+@contextmanager
+def _looking(code: Any, arrived: Any, size: Any) -> Iterator[Any]:
+    """Build a loop until all have arrived; yield how many have."""
+    look, wait, end = (code.append_basic_block(name) for name in ("look", "wait", "end"))
+    code.branch(look)
+    code.position_at_end(look)
+    count = code.load_atomic(arrived, "acquire", 4, typ=INT)
+    code.cbranch(code.icmp_signed(">=", count, size), end, wait)
+    code.position_at_end(wait)
+    yield count
+    code.branch(look)
+    code.position_at_end(end)
+
+
+def _sleep_if_needed(code: Any, looks: Any, places: Any, own: Any, size: Any) -> None:
+    """Build the end of the looks where another thread was last seen on this core."""
+    core = code.load(own, typ=INT)
+    with counting(code, LONG(0), code.zext(size, LONG), LONG(1)) as thread:
+        place = _place(code, places, code.trunc(thread, INT))
+        is_other = code.icmp_unsigned("!=", place, own)
+        is_here = code.icmp_signed("==", code.load(place, typ=INT), core)
+        with code.if_then(code.and_(is_other, is_here)):
+            code.store(INT(LOOKS), looks)
+
+
+def _most_looks() -> int:
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    return FEW_LOOKS if is_passive else LOOKS
+
+
+def _place(code: Any, places: Any, thread: Any) -> Any:
+    return code.gep(places, [thread], source_etype=INT)
 
 
 @contextmanager
@@ -138,6 +227,14 @@ def taking(code: Any, counter: Any, step: Any, total: Any) -> Iterator[Any]:
     yield first
     code.branch(take)
     code.position_at_end(end)
+
+
+def _imported(module: ir.Module, library: ctypes.CDLL, name: str, kind: Any) -> ir.Function:
+    """Declare a function of a library."""
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert address is not None
+    binding.add_symbol(name, address)
+    return ir.Function(module, kind, name)
 
 
 def _openmp() -> ctypes.CDLL:

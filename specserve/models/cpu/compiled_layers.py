@@ -16,7 +16,7 @@ from torch import Tensor
 from specserve.machine_code.vectors import LINE
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cpu.compiled.attention import NO_WINDOW
-from specserve.models.cpu.compiled.layers import LAYER, NUM_STAGES, PASS
+from specserve.models.cpu.compiled.layers import LAYER, NUM_COUNTERS, PASS
 from specserve.models.cpu.compiled.products import MAX_ROWS
 from specserve.models.cpu.compiled_attention import CompiledAttention
 from specserve.models.cpu.linear_kernels import (
@@ -37,6 +37,7 @@ from specserve.models.layout import Layout
 from specserve.models.norm import RMSNorm
 from specserve.models.shard import Shard
 
+INT_BYTES = 4
 Layer: Any = LAYER.structure()
 Pass: Any = PASS.structure()
 
@@ -121,9 +122,10 @@ class CompiledLayers:
         places = [room.data_ptr() + sum(sizes[:i]) for i in range(len(sizes))]
         if normed is not None:
             places[0] = normed.data_ptr()
-        counters = torch.zeros(len(self._layers) * NUM_STAGES * LINE // 8, dtype=torch.int64)
         is_small = rows * self._num_weights <= MAX_SERIAL * len(self._layers)
         threads = 1 if is_small else torch.get_num_threads()
+        num_bytes = len(self._layers) * NUM_COUNTERS * LINE
+        counters = torch.zeros(num_bytes + threads * INT_BYTES, dtype=torch.uint8)
         heads = self._heads
         normed_stride, _, attended_stride, inner_stride = self._strides
         of_pass = Pass(
@@ -135,6 +137,7 @@ class CompiledLayers:
             block_table.data_ptr(),
             rotation.table.data_ptr(),
             counters.data_ptr(),
+            counters.data_ptr() + num_bytes,
             len(self._layers),
             rows,
             len(runs),
@@ -152,7 +155,6 @@ class CompiledLayers:
             inner_stride,
             self._eps,
             self._scaling,
-            threads,
         )
         self._function(ctypes.addressof(of_pass), threads)
         return x

@@ -43,7 +43,8 @@ PASS_POINTERS = (
     "x",  # [rows, hidden] which becomes the result
     *("normed", "projected", "attended", "inner"),  # room for what stages leave to the next
     *("slots", "runs", "block_table", "rotary"),
-    "counters",  # zeros, a line of the cache for each stage of each layer
+    "counters",  # zeros, NUM_COUNTERS lines of the cache for each layer
+    "places",  # zeros, an INT for each thread
 )
 PASS_NUMBERS = (
     *("num_layers", "rows", "num_runs", "table_width", "page_size"),
@@ -55,10 +56,10 @@ PASS = Record(
     dict.fromkeys(PASS_POINTERS, POINTER)
     | dict.fromkeys(PASS_NUMBERS, LONG)
     | dict.fromkeys(("eps", "scaling"), FLOAT)
-    | {"threads": INT}
 )
 """What belongs to a pass."""
-NUM_STAGES = 9
+NUM_COUNTERS = 18
+"""For each stage what is taken of its work, and how many threads are done with it."""
 
 
 def add_layers(
@@ -71,14 +72,15 @@ def add_layers(
 ) -> None:
     """Build `layers`, which takes a pass's record."""
     work, code = new_function(module, "work_on_layers", [POINTER])
-    of_pass = PASS.load(code, work.args[0])
+    of_pass, size = PASS.load(code, work.args[0]), team.size(code)
     with counting(code, LONG(0), of_pass["num_layers"], LONG(1)) as index:
         layer = LAYER.load(
             code, at(code, of_pass["layers"], code.mul(index, LONG(LAYER.num_bytes)))
         )
-        first = at(code, of_pass["counters"], code.mul(index, LONG(NUM_STAGES * LINE)))
-        counters = iter([at(code, first, LONG(i * LINE)) for i in range(NUM_STAGES)])
-        _add_layer(code, _Stages(code, team, of_pass, counters), layer, products, attention, norms)
+        first = at(code, of_pass["counters"], code.mul(index, LONG(NUM_COUNTERS * LINE)))
+        counters = iter([at(code, first, LONG(i * LINE)) for i in range(NUM_COUNTERS)])
+        stages = _Stages(code, team, size, of_pass, counters)
+        _add_layer(code, stages, layer, products, attention, norms)
     code.ret_void()
     function, code = new_function(module, "layers", [POINTER, INT], linkage="external")
     memory, threads = function.args
@@ -89,18 +91,21 @@ def add_layers(
 class _Stages:
     """The stages of a layer, one after the other."""
 
-    def __init__(self, code: Any, team: Team, of_pass: Mapping[str, Any], counters: Any) -> None:
-        self.code, self.team, self.of_pass, self._counters = code, team, of_pass, counters
+    def __init__(
+        self, code: Any, team: Team, size: Any, of_pass: Mapping[str, Any], counters: Any
+    ) -> None:
+        self._code, self._team, self._size = code, team, size
+        self.of_pass, self._counters = of_pass, counters
 
     def counter(self) -> Any:
         return next(self._counters)
 
     def wait(self) -> None:
-        self.team.wait(self.code, self.of_pass["threads"])
+        self._team.wait(self._code, self.counter(), self.of_pass["places"], self._size)
 
     def run(self, stage: Stage, values: Mapping[str, Any]) -> None:
-        record = stage.new_record(self.code, {**values, "next": self.counter()})
-        self.code.call(stage.work, [record])
+        record = stage.new_record(self._code, {**values, "next": self.counter()})
+        self._code.call(stage.work, [record])
         self.wait()
 
 
