@@ -146,7 +146,8 @@ def test_a_machine_that_will_be_slow_is_warned_of(monkeypatch: pytest.MonkeyPatc
 
 
 def test_linear_layers_say_what_would_make_them_faster() -> None:
-    assert only(machine.linear_layers(None), Grade.OK).found == "compiled for this processor"
+    for amx, found in ((False, "this processor"), (True, "this processor and its AMX")):
+        assert only(machine.linear_layers(None, amx=amx), Grade.OK).found == f"compiled for {found}"
     missing = "llvmlite (pip install 'specserve[cpu]')"
     assert "specserve[cpu]" in only(machine.linear_layers(missing), Grade.WARN).remedy
     missing = "a processor that has AVX-512 with bf16"

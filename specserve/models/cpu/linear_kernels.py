@@ -345,6 +345,15 @@ def missing_for_compiled() -> str | None:
     return None if find_spec("llvmlite") else "llvmlite (pip install 'specserve[cpu]')"
 
 
+def compiles_for_amx() -> bool:
+    """Return whether the compiled kernel is there, and uses AMX."""
+    if missing_for_compiled() is not None:
+        return False
+    from specserve.models.cpu.compiled.amx_tiles import may_use_amx
+
+    return may_use_amx()
+
+
 def compile_ahead() -> None:
     """Compile, for processes that are forked from this one; one that cannot do so says it there."""
     if missing_for_compiled() is None:

@@ -18,7 +18,11 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import specserve
 from specserve import flashinfer_kernels
 from specserve.config.tree import DEMO
-from specserve.models.cpu.linear_kernels import missing_for_compiled, multiplies_bf16
+from specserve.models.cpu.linear_kernels import (
+    compiles_for_amx,
+    missing_for_compiled,
+    multiplies_bf16,
+)
 from specserve.models.gpu.flashinfer_attention import FlashInferUnusable, find_flashinfer
 from specserve.models.gpu.float8_kernels import float8_fault
 from specserve.models.memory import free_memory
@@ -113,10 +117,10 @@ def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Fi
         yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
 
 
-def linear_layers(missing: str | None) -> Iterator[Finding]:
+def linear_layers(missing: str | None, *, amx: bool = False) -> Iterator[Finding]:
     """Say in what linear layers on CPUs run; `missing` is what the compiled kernel lacks."""
     if missing is None:
-        yield ok("linear layers", "compiled for this processor")
+        yield ok("linear layers", f"compiled for this processor{' and its AMX' if amx else ''}")
     elif "llvmlite" in missing:
         remedy = "pip install 'specserve[cpu]': passes of few tokens take some 0.7 times as long"
         yield warn("linear layers", "oneDNN, as llvmlite is not installed", remedy)
@@ -279,13 +283,10 @@ def disk(folders: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
 
 def system() -> Iterator[Finding]:
     """Check this machine."""
-    yield from processor(
-        processor_flags(),
-        bf16=multiplies_bf16(),
-        threads=torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    yield from processor(processor_flags(), bf16=multiplies_bf16(), threads=threads)
     yield from onednn()
-    yield from linear_layers(missing_for_compiled())
+    yield from linear_layers(missing_for_compiled(), amx=compiles_for_amx())
     yield from cuda()
     yield from memory()
     yield from shared(shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None)

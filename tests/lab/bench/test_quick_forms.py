@@ -16,6 +16,7 @@ IN_PROCESS = {
     "lab.bench.adapters": (),
     "lab.bench.acceptance_by_position": (),
     "lab.bench.autoscaling": (),
+    "lab.bench.company": (),
     "lab.bench.drafters": ("--only", "alpha", "heads", "eagle"),
     "lab.bench.engine": (),
     "lab.bench.first_token": (),

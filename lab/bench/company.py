@@ -1,0 +1,123 @@
+"""Texts alone and in company, by every kind of drafter, in bf16: `python -m lab.bench.company`.
+
+Half of the prompts are continued greedily, half at a temperature with a seed of their own. A text
+counts as the same if every token is the one that the target writes alone, without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from lab.bench.drafters.configs import drafter_configs
+from lab.bench.drafters.eagle_rounds import TrainedHeads
+from lab.bench.drafters.proposal_time import ProposalCorpus
+from lab.bench.tasks import drafter_keys, read_tasks
+from specserve.demo.corpus import held_out_prompts
+from specserve.llm.llm import LLM, Prompt
+from specserve.sampling_params import Sampling
+from specserve.tools.bench.report import machine
+
+GAMMA = 4
+TEMPERATURE = 0.8
+LENGTH = 60
+"""Tokens of a prompt of the demo, and less by up to seven."""
+NUM_FILES = 40
+"""Files that the demo's EAGLE head and DFlash draft are trained on."""
+NUM_KINDS = 8  # of tasks
+PLAIN = "none"
+KEYS = {"target.dtype": "bfloat16", "cache.pages": 1500, "speculation.gamma": GAMMA}
+Texts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Prompts with their settings."""
+
+    prompts: Sequence[Prompt]
+    samplings: Sequence[Sampling]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], tokens: int) -> Requests:
+        temperatures = [TEMPERATURE * (i % 2) for i in range(len(prompts))]
+        return cls(
+            prompts,
+            [
+                Sampling(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True)
+                for i, temperature in enumerate(temperatures)
+            ],
+        )
+
+    def texts(self, llm: LLM, at_once: int) -> Texts:
+        found: Texts = []
+        for first in range(0, len(self.prompts), at_once):
+            some = slice(first, first + at_once)
+            outputs = llm.generate(self.prompts[some], self.samplings[some])
+            found += [tuple(output.token_ids) for output in outputs]
+        return found
+
+
+def rows(
+    target: str | None, requests: Requests, drafters: Mapping[str, Mapping[str, Any]], company: int
+) -> Iterator[str]:
+    """Yield how many texts are the same, alone and in company, by drafter."""
+    plain: Texts = []
+    for name, keys in drafters.items():
+        with LLM(target, **{**KEYS, **keys}) as llm:
+            alone, together = requests.texts(llm, 1), requests.texts(llm, company)
+        plain = plain or alone
+        same = [
+            sum(a == b for a, b in zip(plain, texts, strict=True)) for texts in (alone, together)
+        ]
+        yield f"| {name} | {same[0]} | {same[1]} |"
+
+
+def page(options: argparse.Namespace) -> Iterator[str]:
+    yield f"`python -m lab.bench.company`, {date.today()}, {machine()}, of "
+    yield f"{options.target or 'the demo target'}. Of {options.prompts} texts of {options.tokens} "
+    yield "tokens in bf16, half greedy and half seeded at temperature "
+    yield f"{TEMPERATURE}, these have the tokens of the target alone without drafts:\n"
+    yield f"| drafter | alone | among {options.company} |"
+    yield "|---|---|---|"
+    plain = {PLAIN: {"draft.kind": "none"}}
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.target:
+            tasks = read_tasks(per_kind=-(-options.prompts // NUM_KINDS))
+            asked = [task.prompt for some in tasks.values() for task in some]
+            prompts: Sequence[Prompt] = asked[: options.prompts]
+            options.draft = options.tables = options.only = None
+            drafters: Mapping[str, Any] = plain | drafter_keys(options)
+        else:
+            heads = TrainedHeads(Path(scratch), options.minutes, NUM_FILES)
+            tables = ProposalCorpus.from_standard_library(Path(scratch)).tables
+            drafters = plain | dict(drafter_configs(tables, heads.eagle, heads.dflash))
+            beginnings = held_out_prompts(count=options.prompts, length=LENGTH)
+            prompts = [prompt[: LENGTH - i % 8] for i, prompt in enumerate(beginnings)]
+        yield from rows(
+            options.target, Requests.of(prompts, options.tokens), drafters, options.company
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", help="a model that is asked the tasks; the demo by default")
+    parser.add_argument("--eagle", help="an EAGLE head of that model")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--company", type=int, default=32, help="prompts at once")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--minutes", type=float, default=1.0, help="that a head is trained")
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
+    options = parser.parse_args()
+    if options.quick:
+        options.prompts, options.company, options.tokens, options.minutes = 4, 4, 4, 0.01
+    for line in page(options):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
