@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,45 +34,32 @@ KEYS = {"target.dtype": "bfloat16", "cache.pages": 1500, "speculation.gamma": GA
 Texts = list[tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Prompts with their settings."""
-
-    prompts: Sequence[Prompt]
-    samplings: Sequence[Sampling]
-
-    @classmethod
-    def of(cls, prompts: Sequence[Prompt], tokens: int) -> Requests:
-        temperatures = [TEMPERATURE * (i % 2) for i in range(len(prompts))]
-        return cls(
-            prompts,
-            [
-                Sampling(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True)
-                for i, temperature in enumerate(temperatures)
-            ],
-        )
-
-    def texts(self, llm: LLM, at_once: int) -> Texts:
-        found: Texts = []
-        for first in range(0, len(self.prompts), at_once):
-            some = slice(first, first + at_once)
-            outputs = llm.generate(self.prompts[some], self.samplings[some])
-            found += [tuple(output.token_ids) for output in outputs]
-        return found
+def write_texts(llm: LLM, prompts: Sequence[Prompt], *, tokens: int, at_once: int) -> Texts:
+    samplings = [
+        Sampling(max_tokens=tokens, temperature=TEMPERATURE * (i % 2), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    texts: Texts = []
+    for first in range(0, len(prompts), at_once):
+        some = slice(first, first + at_once)
+        texts += [tuple(one.token_ids) for one in llm.generate(prompts[some], samplings[some])]
+    return texts
 
 
 def rows(
-    target: str | None, requests: Requests, drafters: Mapping[str, Mapping[str, Any]], company: int
+    options: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    drafters: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[str]:
     """Yield how many texts are the same, alone and in company, by drafter."""
     plain: Texts = []
     for name, keys in drafters.items():
-        with LLM(target, **{**KEYS, **keys}) as llm:
-            alone, together = requests.texts(llm, 1), requests.texts(llm, company)
-        plain = plain or alone
-        same = [
-            sum(a == b for a, b in zip(plain, texts, strict=True)) for texts in (alone, together)
-        ]
+        same = []
+        with LLM(options.target, **{**KEYS, **keys}) as llm:
+            for at_once in (1, options.company):
+                texts = write_texts(llm, prompts, tokens=options.tokens, at_once=at_once)
+                plain = plain or texts
+                same.append(sum(a == b for a, b in zip(plain, texts, strict=True)))
         yield f"| {name} | {same[0]} | {same[1]} |"
 
 
@@ -98,9 +84,7 @@ def page(options: argparse.Namespace) -> Iterator[str]:
             drafters = plain | dict(drafter_configs(tables, heads.eagle, heads.dflash))
             beginnings = held_out_prompts(count=options.prompts, length=LENGTH)
             prompts = [prompt[: LENGTH - i % 8] for i, prompt in enumerate(beginnings)]
-        yield from rows(
-            options.target, Requests.of(prompts, options.tokens), drafters, options.company
-        )
+        yield from rows(options, prompts, drafters)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,21 @@ class Team:
     """Torch's own team of threads, which waits in a way of our own."""
 
     def __init__(self, module: ir.Module) -> None:
-        openmp = _openmp()
+        self._module, self._openmp = module, _openmp()
         kind = ir.FunctionType(NOTHING, [POINTER, POINTER, INT, INT])
-        self._parallel = _imported(module, openmp, "GOMP_parallel", kind)
-        self._size = _imported(module, openmp, "omp_get_num_threads", ir.FunctionType(INT, []))
-        number = _imported(module, openmp, "omp_get_thread_num", ir.FunctionType(INT, []))
-        self._wait = _new_wait(module, number)
+        self._parallel = _imported(module, self._openmp, "GOMP_parallel", kind)
+
+    @cached_property
+    def _size(self) -> ir.Function:
+        kind = ir.FunctionType(INT, [])
+        return _imported(self._module, self._openmp, "omp_get_num_threads", kind)
+
+    @cached_property
+    def _wait(self) -> ir.Function:
+        """The wait, for Linux on x86-64: teams that never wait run elsewhere, too."""
+        kind = ir.FunctionType(INT, [])
+        number = _imported(self._module, self._openmp, "omp_get_thread_num", kind)
+        return _new_wait(self._module, number)
 
     def size(self, code: Any) -> Any:
         """Build the number of threads that have begun, which can be fewer than were wanted."""
@@ -204,6 +214,7 @@ def _sleep_if_needed(code: Any, looks: Any, places: Any, own: Any, size: Any) ->
 
 
 def _most_looks() -> int:
+    """Return LOOKS, unless the user wants waiting threads to sleep."""
     is_passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
     return FEW_LOOKS if is_passive else LOOKS
 
