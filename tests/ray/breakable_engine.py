@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specserve.cluster.deployments import Engine
 from specserve.errors import OutOfPages
-from specserve.types import Chunk, FinishReason, Verdict, VerifyStep
+from specserve.types import Chunk, FinishReason, Request, Verdict, VerifyStep
 
 
 class BreakableEngine(Engine):
@@ -27,10 +27,20 @@ class BreakableEngine(Engine):
     async def replica(self) -> str:
         return self._replica
 
-    async def await_cancelled(self, count: int) -> None:
-        """Begin no round after the next tokens until this many sequences were given up."""
+    async def await_submitted_and_cancelled(self, count: int) -> None:
+        """Begin no round until this many sequences came; after the next tokens, until they left."""
         coordinator = self._coordinator
-        cancel = coordinator.cancel
+        submit, cancel = coordinator.submit, coordinator.cancel
+        num_submitted = 0
+
+        def submit_and_count(request: Request) -> int:
+            nonlocal num_submitted
+            seq_id = submit(request)
+            num_submitted += 1
+            if num_submitted == count:
+                coordinator.submit = submit  # type: ignore[method-assign]
+                coordinator.resume()
+            return seq_id
 
         def cancel_and_count(seq_id: int) -> None:
             cancel(seq_id)
@@ -40,7 +50,9 @@ class BreakableEngine(Engine):
                 coordinator.resume()
 
         self._num_awaited = count
+        coordinator.submit = submit_and_count  # type: ignore[method-assign]
         coordinator.cancel = cancel_and_count  # type: ignore[method-assign]
+        coordinator.pause()
 
     async def num_cancelled(self) -> int:
         """Return how many sequences were cancelled."""

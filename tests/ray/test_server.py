@@ -347,9 +347,10 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
 ) -> None:
     """Check that the engine cancels what a client that left has requested.
 
-    The engine waits for that: on a busy machine texts might end before the news arrives. This
-    client sends the body after the head, as many do: a body that HAProxy splices would keep it from
-    seeing that a client has left which waits for its answer in one piece.
+    The engine waits for all four texts, which come to it one by one, and for the news: on a busy
+    machine the client might leave before the last has come, and texts end before the news arrives.
+    This client sends the body after the head, as many do: a body that HAProxy splices would keep it
+    from seeing that a client has left which waits for its answer in one piece.
     """
     engine = handle(config_from_keys({"http.port": server.port}), "Engine")
 
@@ -363,7 +364,7 @@ def test_the_pages_of_a_client_that_leaves_are_freed_before_its_end(
 
     until(lambda: used() == 0, 300)
     before = cancelled()
-    engine.await_cancelled.remote(4).result()
+    engine.await_submitted_and_cancelled.remote(4).result()
     body = {
         "model": "demo",
         "prompt": PROMPTS[0],
