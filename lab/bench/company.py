@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from lab.bench import without_amx
 from lab.bench.drafters.configs import drafter_configs
 from lab.bench.drafters.eagle_rounds import TrainedHeads
 from lab.bench.drafters.proposal_time import ProposalCorpus
@@ -64,7 +65,8 @@ def rows(
 
 
 def page(options: argparse.Namespace) -> Iterator[str]:
-    yield f"`python -m lab.bench.company`, {date.today()}, {machine()}, of "
+    without = " --without-amx" if options.without_amx else ""
+    yield f"`python -m lab.bench.company{without}`, {date.today()}, {machine()}, of "
     yield f"{options.target or 'the demo target'}. Of {options.prompts} texts of {options.tokens} "
     yield "tokens in bf16, half greedy and half seeded at temperature "
     yield f"{TEMPERATURE}, these have the tokens of the target alone without drafts:\n"
@@ -95,10 +97,12 @@ def main() -> None:
     parser.add_argument("--company", type=int, default=32, help="prompts at once")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--minutes", type=float, default=1.0, help="that a head is trained")
+    without_amx.add_option(parser)
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.company, options.tokens, options.minutes = 4, 4, 4, 0.01
+    without_amx.obey(options)
     for line in page(options):
         print(line, flush=True)
 

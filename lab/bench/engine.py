@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lab.bench import without_amx
 from lab.bench.meters import (
     MemoryFloor,
     attach_meter,
@@ -390,20 +391,6 @@ def fail_check(names: Sequence[str]) -> None:
     row_invariance.is_row_invariant = is_row_invariant  # type: ignore[assignment]
 
 
-def do_without_amx() -> None:
-    """Let compiled code run as on a processor of this kind that has no AMX."""
-    from llvmlite import binding
-
-    found = binding.get_host_cpu_features
-
-    def features() -> Any:
-        own = found()
-        own.update({name: False for name in own if name.startswith("amx")})
-        return own
-
-    binding.get_host_cpu_features = features
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=9)
@@ -418,12 +405,11 @@ def main() -> None:
         default=(),
         help="kernels that fail the check of row invariance, as on some processors",
     )
-    parser.add_argument("--without-amx", action="store_true", help="compile no code that uses AMX")
+    without_amx.add_option(parser)
     parser.add_argument("--out", type=Path, help="write the report here, too")
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     args = parser.parse_args()
-    if args.without_amx:
-        do_without_amx()
+    without_amx.obey(args)
     if args.failing:
         fail_check(args.failing)
     if args.quick:
