@@ -11,7 +11,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def obey(options: argparse.Namespace) -> None:
-    """If the option is given, compile as for a processor of this kind that has no AMX."""
+    """Compile as for a processor of this kind without AMX, where the option is given."""
     if not options.without_amx:
         return
     from llvmlite import binding
