@@ -121,7 +121,9 @@ def _start(listener: socket.socket, worker_module: str, parent_pid: int) -> None
         # process has the output of the one that requested it.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        # No session of its own: Linux divides the cores among sessions first, and beside a busy one
+        # a session that waits often may get next to nothing.
+        process_group=0,
         check=True,
     )
 
