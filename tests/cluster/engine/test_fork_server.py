@@ -65,6 +65,12 @@ def test_processes_are_forked_from_one_server_that_has_imported_once(fork: Fork)
     assert first[1] == second[1] == first[2] == second[2]
 
 
+def test_a_forked_process_shares_the_cores_of_its_session_and_gets_no_ctrl_c(fork: Fork) -> None:
+    pid = ask(fork(), "process")[0]
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) != os.getpgid(0)
+
+
 def test_modules_that_one_worker_needs_are_there_for_the_next_and_unknown_ones_do_no_harm(
     fork: Fork,
 ) -> None:
