@@ -73,6 +73,7 @@ CASES = (
     Case("block", "dflash, causal", 4),
     Case("each", "dflash", None, "mixed"),
     Case("each", "dspark", None, "mixed"),
+    Case("each", "eagle with copies", None, "mixed"),
 )
 
 
@@ -162,7 +163,14 @@ def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
     ]
 
 
-GREEDY_DRAFTERS = (*WITHOUT_CACHE, "eagle, 6 of 8 ids", "eagle ahead", "dflash", "dspark")
+GREEDY_DRAFTERS = (
+    *WITHOUT_CACHE,
+    "eagle, 6 of 8 ids",
+    "eagle with copies",
+    "eagle ahead",
+    "dflash",
+    "dspark",
+)
 GREEDY_CASES = [
     (drafter, gamma, VERIFIERS[number % len(VERIFIERS)])
     for number, (drafter, gamma) in enumerate(itertools.product(GREEDY_DRAFTERS, (1, 4, None)))

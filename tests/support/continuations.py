@@ -466,11 +466,11 @@ def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
     """Return the formula for the acceptance of a round's first draft token, given p and q.
 
     Under `block` it depends on later draft tokens too, unless gamma is 1; then there is no formula.
-    Neither is there where q depends on what was prepared for, on a lenience within the drafter, or
-    on how many masks follow in its pass.
+    Neither is there where q depends on what was prepared for, on a lenience within the drafter, on
+    how many masks follow in its pass, or on the text having repeated itself.
     """
     if (
-        case.drafter in ("none", "eagle ahead", "cascade ahead")
+        case.drafter in ("none", "eagle ahead", "eagle with copies", "cascade ahead")
         or "l = " in case.drafter
         or (case.drafter in ("dflash", "dspark") and case.gamma != 1)
         or case.warps != "T = 1"

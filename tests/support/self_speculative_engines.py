@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specserve.drafters.after_verify import AfterVerify
 from specserve.drafters.branches import Fanout
+from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.registry import OpenDrafter
 from specserve.llm.inprocess import SyncDrafter
 from specserve.models.checkpoints.embedding import load_embedding
@@ -76,7 +77,7 @@ EAGLES = {
     ),
 }
 EAGLES["eagle block"] = replace(EAGLES["eagle"], num_layers=2, mask_token=3)  # P-EAGLE
-EAGLES["eagle apart"] = EAGLES["eagle"]
+EAGLES["eagle apart"] = EAGLES["eagle with copies"] = EAGLES["eagle"]
 EAGLES["eagle ahead"] = EAGLES["eagle, 6 of 8 ids"]
 APART = ("eagle apart", "eagle ahead")  # the latter anticipates
 SMALL_BLOCK = DFlashSizes(
@@ -128,7 +129,15 @@ class EagleEngine(Engine):
 
     drafts_prompts = False
 
-    def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:
+    def __init__(
+        self,
+        target: Path,
+        head: Path,
+        sizes: HeadSizes,
+        *,
+        copies: bool = False,
+        pages: int = PAGES,
+    ) -> None:
         from specserve.features.eagle.drafter import EagleDrafter
 
         assert sizes.taps is not None
@@ -136,6 +145,8 @@ class EagleEngine(Engine):
         drafter = EagleDrafter.from_files(
             head, self.target, dtype="float32", support=VOCAB, pages=4 * pages
         )
+        if copies:
+            drafter.copies = NgramDrafter(copies=True)
         self.drafter, self.ahead = drafter, None  # type: ignore[assignment]
 
 
@@ -291,7 +302,7 @@ class SelfSpeculativePairs(Pairs):
             **{
                 name: EagleApartEngine(target, eagles[name], sizes, ahead=name == "eagle ahead")
                 if name in APART
-                else EagleEngine(target, eagles[name], sizes)
+                else EagleEngine(target, eagles[name], sizes, copies=name == "eagle with copies")
                 for name, sizes in EAGLES.items()
             },
             **{

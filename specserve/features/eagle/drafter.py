@@ -18,6 +18,7 @@ from torch import Tensor
 from specserve.config.tree import Config
 from specserve.drafters.neural.draft_state import DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.features.eagle.block_drafts import (
     BlockDrafting,
     MaskRow,
@@ -59,6 +60,8 @@ class EagleDrafter:
         With a mask row it drafts all tokens in one pass.
         """
         self.runner, self._target_states = runner, states
+        # Drafts where it finds a match, in place of the head. Its outcomes are not forecast.
+        self.copies: NgramDrafter | None = None
         self._drafter = NeuralDrafter(
             runner,
             begin=self._with_loose_rows,
@@ -189,7 +192,34 @@ class EagleDrafter:
     def draft(
         self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
     ) -> Sequence[Proposal]:
-        """Return proposals, with the rows of their draft tokens not counted as cached.
+        """Return one proposal for each step: copied tokens where there are any, or else the head's.
+
+        Where tokens are copied the head only computes the rows that it lacks. It drafts alone where
+        the text is constrained, since copies know no grammar.
+        """
+        if self.copies is None:
+            return self._draft(steps, should_stop)
+        free = [step for step in steps if not step.policy.constrained]
+        copied = {
+            proposal.seq_id: proposal.tokens
+            for proposal in self.copies.draft(free, should_stop)
+            if proposal.tokens
+        }
+        drafted = self._draft(
+            [replace(step, gamma=0) if step.seq_id in copied else step for step in steps],
+            should_stop,
+        )
+        return [
+            replace(proposal, tokens=copied[proposal.seq_id], q=None)
+            if proposal.seq_id in copied
+            else proposal
+            for proposal in drafted
+        ]
+
+    def _draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Return the head's proposals, with the rows of their draft tokens not counted as cached.
 
         They were computed from the head's own states, so the next step repeats those accepted.
         """
@@ -203,6 +233,8 @@ class EagleDrafter:
     def release(self, seq_ids: Sequence[int]) -> None:
         self._drafter.release(seq_ids)
         self._target_states.release(seq_ids)
+        if self.copies is not None:
+            self.copies.release(seq_ids)
         for seq_id in seq_ids:
             self._num_certain.pop(seq_id, None)
 

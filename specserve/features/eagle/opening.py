@@ -9,6 +9,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.sections import DraftConfig
 from specserve.config.tree import Config
 from specserve.drafters.branches import Fanout
+from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.registry import OpenDrafter, fanout_from_config
 from specserve.features.eagle.checkpoint import require_eagle_for
 from specserve.features.eagle.dflash.drafter import DFlashDrafter
@@ -25,8 +26,10 @@ log = logging.getLogger(__name__)
 
 
 def open_eagle_together(config: Config, target: TargetModel) -> OpenDrafter:
-    """Return the EAGLE-3 head of a config beside its target."""
-    return _opened(EagleDrafter.from_config(config, target), fanout=None)
+    """Return the EAGLE-3 head of a config beside its target, with copies where a text repeats."""
+    eagle = EagleDrafter.from_config(config, target)
+    eagle.copies = NgramDrafter(copies=True)
+    return _opened(eagle, fanout=None)
 
 
 def open_dflash_together(config: Config, target: TargetModel) -> OpenDrafter:

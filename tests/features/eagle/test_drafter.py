@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specserve.config.tree import config_from_keys
 from specserve.drafters.after_verify import DraftAfterVerify
+from specserve.drafters.registry import OpenDrafter, open_local_drafter
 from specserve.features.eagle.drafter import EagleDrafter
 from specserve.models.cache import PagedCache
 from specserve.models.hidden_taps import HiddenTaps
@@ -296,4 +298,30 @@ def test_drafting_after_each_pass_gives_the_same_q(
             drafts, q, checked = prepared.proposal.tokens, prepared.proposal.q, checked + 1
     assert 3 <= checked < 8, "it drafted before it had caught up, or never did"
     after_verify.release([3])
+    assert pair.drafter.runner.cache.num_used == 0
+
+
+def test_opened_beside_its_target_it_copies_where_a_text_repeats_itself(
+    llama: Path, head: Path
+) -> None:
+    """End a text as it ended before, and then as it never did: the head goes on."""
+    pair = Pair(llama, head)
+    keys = {"draft.dtype": "float32", "draft.support": SIZES.draft_vocab_size}
+    config = {"target.path": str(llama), "draft.kind": "eagle", "draft.path": str(head), **keys}
+    opened = open_local_drafter(config_from_keys(config), pair.target)
+    assert isinstance(opened, OpenDrafter)
+    assert isinstance(opened.drafter, EagleDrafter)
+    pair.drafter = opened.drafter
+    text = [*range(20, 60), 24, 25]
+    pair.verify(VerifyStep(0, 0, tuple(text), (), None, POLICY))
+    proposal = pair.draft(DraftStep(0, 0, tuple(text), GAMMA, POLICY))
+    assert proposal.tokens == (26, 27, 28, 29)
+    assert proposal.q is None, "copies are certain"
+    assert proposal.num_cached == len(text)
+    text += [26, 27, 7]
+    pair.verify(VerifyStep(0, 42, tuple(text[42:]), (), None, POLICY))
+    pair.check(pair.draft(DraftStep(0, 42, tuple(text[42:]), GAMMA, POLICY)), text)
+    pair.drafter.release([0])
+    assert pair.drafter.copies is not None
+    assert pair.drafter.copies.num_cached(0) == 0
     assert pair.drafter.runner.cache.num_used == 0
