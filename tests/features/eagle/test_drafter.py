@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,10 @@ def test_opened_beside_its_target_it_copies_where_a_text_repeats_itself(
     pair.verify(VerifyStep(0, 42, tuple(text[42:]), (), None, POLICY))
     pair.check(pair.draft(DraftStep(0, 42, tuple(text[42:]), GAMMA, POLICY)), text)
     pair.drafter.release([0])
+    repeated, constrained = [*range(20, 60), 24, 25], replace(POLICY, constrained=True)
+    pair.verify(VerifyStep(1, 0, tuple(repeated), (), None, POLICY))
+    pair.check(pair.draft(DraftStep(1, 0, tuple(repeated), GAMMA, constrained)), repeated)
+    pair.drafter.release([1])
     assert pair.drafter.copies is not None
     assert pair.drafter.copies.num_cached(0) == 0
     assert pair.drafter.runner.cache.num_used == 0
