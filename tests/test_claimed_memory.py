@@ -13,7 +13,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from specserve import LLM, claimed_memory, host_memory
+from specserve import LLM, claimed_memory, host
 from specserve.claimed_memory import HUGE_PAGE, ClaimedMemory
 from specserve.config.tree import DEMO
 from specserve.models import cache
@@ -65,16 +65,16 @@ def test_memory_counts_as_taken_before_it_is_claimed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: tuple[Event, list[int]]
 ) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 2097152 kB\n", encoding="ascii")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "no group")
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "OWN_GROUP", tmp_path / "no group")
     proceed, _ = asked
-    assert host_memory.available_memory() == 2**31
+    assert host.available_memory() == 2**31
     memory = reserved(2**29)  # of which nothing is written
-    assert host_memory.available_memory() == 2**31 - 2**29 + HUGE_PAGE
+    assert host.available_memory() == 2**31 - 2**29 + HUGE_PAGE
     ClaimedMemory.claim_all()
     proceed.set()
     wait_until_claimed()
-    assert host_memory.available_memory() == 2**31
+    assert host.available_memory() == 2**31
     assert len(memory) == 2**29
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import platform
 import shutil
 import tempfile
@@ -33,6 +32,7 @@ from lab.bench.drafters.alpha import RecordingDrafter
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import standard_library
+from specserve.host import usable_cores
 from specserve.llm.inprocess import open_parts
 from specserve.llm.llm import LLM, Output
 from specserve.sampling_params import Sampling
@@ -245,7 +245,7 @@ def head(num_anchors: int, tokens: int) -> list[str]:
         "",
         "`python -m lab.bench.acceptance_by_position`",
         "",
-        f"{date.today()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores; the "
+        f"{date.today()}, {platform.system()} {platform.machine()}, {usable_cores()} cores; the "
         f"demo pair in fp32, gamma {GAMMA}, greedy, {tokens} tokens behind each of {num_anchors} "
         f"places of held-out Python, every place behind each length of context. *The pair's own*: "
         "the share of the same draft tokens on which the library's target and draft agree.",

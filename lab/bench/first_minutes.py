@@ -22,6 +22,7 @@ from datetime import date
 from pathlib import Path
 
 from lab.bench.demo_race import busy_core
+from specserve.host import usable_cores
 from specserve.tools.bench.report import machine
 from tests.support.pages import DOCS, ROOT, URL, Block, blocks_of
 from tests.support.ray_server import free_port
@@ -164,7 +165,7 @@ def page(
     load: float,
 ) -> str:
     """Return the page: a row for each command."""
-    shared = load > (os.cpu_count() or 1)
+    shared = load > usable_cores()
     note = " Other programs used the cores as well: the seconds are upper bounds." if shared else ""
     lines = [
         "# A new user's first minutes",

@@ -24,6 +24,7 @@ from lab.bench.pipeline import widen_demo_target
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine import Coordinator
+from specserve.host import usable_cores
 from specserve.llm.inprocess import open_parts
 from specserve.types import Chunk, Request, Speculation, Warp
 
@@ -167,7 +168,7 @@ def head(turns: int) -> list[str]:
         "",
         "`python -m lab.bench.first_token`",
         "",
-        f"{date.today()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores; one "
+        f"{date.today()}, {platform.system()} {platform.machine()}, {usable_cores()} cores; one "
         f"process, the demo target widened to 200M; prompts of {PROMPT} tokens, {TOKENS} tokens "
         f"each, greedy, no prefix caching; medians of {turns} turns A B A B. The load average was "
         f"{os.getloadavg()[0]:.1f} before.",

@@ -25,6 +25,7 @@ import zmq
 
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client, Server
+from specserve.host import usable_cores
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -239,10 +240,9 @@ def main() -> None:
         args.times = 20
     logging.basicConfig(level=logging.WARNING)
     table = report(times=args.times)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = (
-        f"{date.today()}, {platform.machine()}, on {cores} of {os.cpu_count()} cores, ZeroMQ "
-        f"{zmq.zmq_version()}"
+        f"{date.today()}, {platform.machine()}, on {usable_cores()} of {os.cpu_count()} cores, "
+        f"ZeroMQ {zmq.zmq_version()}"
     )
     text = (
         f"{machine}; {args.times} times each, {NUM_DRAFTS} drafts a sequence on a support of "

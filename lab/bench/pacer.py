@@ -27,6 +27,7 @@ from lab.bench.gamma_plot import CHOICES, Rates, in_turn, plot, table
 from lab.bench.pipeline import widen_demo_target
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
+from specserve.host import usable_cores
 from specserve.llm.llm import LLM
 from specserve.sampling_params import Sampling
 
@@ -121,7 +122,7 @@ def head(turns: int) -> list[str]:
         "",
         "`python -m lab.bench.pacer`",
         "",
-        f"{date.today()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores; one "
+        f"{date.today()}, {platform.system()} {platform.machine()}, {usable_cores()} cores; one "
         f"process, the demo target widened to 200M; output tokens a second in closed loops of "
         f"{TOKENS} tokens each, greedy, prompts included; medians of {turns} turns, in each of "
         f"which the choices change places. The load average was {busy:.1f} before.",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from specserve.config.tree import DEMO
+from specserve.host import usable_cores
 from specserve.models import llama
 from specserve.models.checkpoints.widen import inflate
 from specserve.models.layers import make_linear, take_linear
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model = Path(widened)
         tables = report(model, pairs=options.pairs, quick=options.quick)
     text = (
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{date.today()}, {platform.machine()}, {usable_cores()} cores, torch "
         f"{torch.__version__}; bf16, one thread a rank; medians of {options.pairs} pairs measured "
         f"in turn, and the range of their ratios.\n\n{tables}\n"
     )

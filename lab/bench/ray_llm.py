@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import psutil
 from lab.bench.peers.vllm import environment_of
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
+from specserve.host import usable_cores
 from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
 from specserve.tools.bench.streams import Stream, stream
@@ -54,7 +54,7 @@ class RatesBehindRay:
 
 def llm_configs(target: Path, draft: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return an LLMConfig for each engine; each may use all cores."""
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     loading = {"model_source": str(target)}
     deployment = {"num_replicas": 1}
     vllm_keys: dict[str, Any] = {

@@ -25,6 +25,7 @@ from lab.bench.fake_engine import TOKENS_PER_CHUNK, PacedEngine
 from specserve.cluster.launch import deploy, handle
 from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import DEMO, config_from_keys
+from specserve.host import usable_cores
 from specserve.llm.llm import LLM
 from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
@@ -221,7 +222,7 @@ def report(overhead: ServingOverhead, throughputs: list[HttpThroughput]) -> str:
         "",
         "`python -m lab.bench.serving`",
         "",
-        f"{date.today()}, {platform.machine()}, {psutil.cpu_count()} cores. CPU, lateness and "
+        f"{date.today()}, {platform.machine()}, {usable_cores()} cores. CPU, lateness and "
         f"gaps: {NUM_CLIENTS} streams of {NUM_CHUNKS} chunks, an engine with a fixed pace in the "
         f"real one's place. Throughput: demo target widened to 200M, bf16, {BATCH} streams of "
         f"{OUTPUT_TOKENS} tokens, {TURNS} turns, in turn with the engine in one process; target "

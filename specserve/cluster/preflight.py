@@ -24,7 +24,7 @@ from specserve.config.demo import BYTES_A_PARAMETER
 from specserve.config.hub_models import CHECKPOINT_REMEDY
 from specserve.config.tree import Config
 from specserve.errors import AdapterError, ModelNotFound, TooLittleMemory, Unavailable
-from specserve.host_memory import available_memory
+from specserve.host import available_memory
 from specserve.models.checkpoints.generation_config import sampling_defaults
 from specserve.models.checkpoints.gguf.files import find_gguf
 from specserve.models.checkpoints.gguf.opening import open_gguf

@@ -26,6 +26,7 @@ from specserve.cluster.proxy_settings import proxy_ports, proxy_settings, serve_
 from specserve.cluster.ray_guard import RayGuard
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
+from specserve.host import usable_cores
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 # Used even if TMPDIR is set, because the path of a socket must be short.
@@ -208,4 +209,4 @@ def _num_cpus(config: Config) -> int:
         bundle.resources["CPU"] for bundle in bundles_beside(config, has_gpus=False, at_most=True)
     )
     gateways = config.replicas.gateways * GATEWAY_CPUS
-    return max(os.cpu_count() or 1, int(engines + gateways + others) + 1)
+    return max(usable_cores(), int(engines + gateways + others) + 1)

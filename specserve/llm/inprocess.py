@@ -23,6 +23,7 @@ from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
+from specserve.host import usable_cores
 from specserve.models.device_formats import require_device_for, resolve_device
 from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import require_finite, warm_up
@@ -160,7 +161,7 @@ def _opened(
         require(checkpoints)
     if config.draft.quantize is not None:
         require_device_for(config.draft.quantize, resolve_device(config.draft.device))
-    threads = config.target.threads or torch.get_num_threads()
+    threads = config.target.threads or min(torch.get_num_threads(), usable_cores())
     report_progress("loading the target")
     target = open_target(checkpoints.target, config)
     require_finite(target)

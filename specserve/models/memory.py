@@ -10,7 +10,7 @@ import torch
 
 from specserve.claimed_memory import HUGE_PAGE, MADV_HUGEPAGE, madvise
 from specserve.errors import TooLittleMemory
-from specserve.host_memory import available_memory
+from specserve.host import available_memory
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEEP_BYTES, TOP_PAD_BYTES = 2**31 - 1, 2**26

@@ -27,6 +27,7 @@ from typing import IO
 
 import psutil
 
+from specserve.host import usable_cores
 from tests.support.processes import command_of, name_of, own_processes
 from tests.support.ray_server import free_port
 
@@ -218,7 +219,7 @@ def main() -> None:
     ways = dict([next(iter(WAYS.items()))]) if options.quick else WAYS
     load = os.getloadavg()[0]
     print(
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, load before {load:.1f}\n\n"
+        f"{date.today()}, {platform.machine()}, {usable_cores()} cores, load before {load:.1f}\n\n"
         "| how | times | exit codes | s until it had ended (most) | s until all had (most) "
         "| processes, ports and files left | tracebacks |\n|---|---|---|---|---|---|---|"
     )

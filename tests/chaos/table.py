@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import datetime
 import math
-import os
 import platform
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -29,6 +28,7 @@ from specserve.cluster.app import application
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
 from specserve.config.tree import config_from_keys
+from specserve.host import usable_cores
 from specserve.tools.bench.address import ServerAddress
 from tests.chaos.outcomes import OutcomeFile
 from tests.support.ray_server import served
@@ -169,7 +169,7 @@ class Updates:
 def machine() -> str:
     """Return the machine's description for the head of a table."""
     return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.machine()}, {usable_cores()} cores, "
         f"Python {platform.python_version()}"
     )
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve import LLM, Sampling
 from specserve.errors import ConfigError, ModelError, ModelNotFound
+from specserve.llm import inprocess
 from tests.support.checkpoints import add_tokenizer, make, perturb
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9]]
@@ -119,6 +120,20 @@ def test_the_drafter_may_have_its_own_number_of_threads(pair: tuple[Path, Path])
     ) as llm:
         llm.generate("ab", Sampling(max_tokens=3))
         assert torch.get_num_threads() == 2  # the target ran last
+    torch.set_num_threads(before)
+
+
+def test_a_model_takes_no_more_threads_than_its_container_has_cores(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inprocess, "usable_cores", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with LLM(
+        pair[0], **{key: value for key, value in SMALL.items() if "threads" not in key}
+    ) as llm:
+        llm.generate("ab", Sampling(max_tokens=3))
+        assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
 

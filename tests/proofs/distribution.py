@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from specserve.host import usable_cores
 from specserve.types import VERIFIERS
 from tests.support.cascade_engines import CASCADES, Cascades
 from tests.support.chi_square import MIN_EXPECTED, Acceptance, Fit, ScoreTest
@@ -339,7 +339,7 @@ chi-square to its own distribution | dof | p |
 
 {_sensitivity(proofs)}
 
-Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {os.cpu_count()} cores shared with other \
+Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {usable_cores()} cores shared with other \
 work, {jobs} processes of one thread each,
 {seconds / 60:.0f} minutes: `python -m tests.proofs.distribution {" ".join(sys.argv[1:])}`.
 """

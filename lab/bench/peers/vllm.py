@@ -16,6 +16,7 @@ from pathlib import Path
 from lab.bench.peers.completions import MODEL
 from lab.bench.peers.server_pool import ServerCommand, ServerPool
 from lab.bench.peers.turn import System, TurnRequest, serve_turns
+from specserve.host import usable_cores
 
 CONTEXT, MAX_STREAMS, MAX_SERVERS, NGRAM = 1024, 32, 5, 3
 KV_CACHE_GIB = 1
@@ -33,7 +34,7 @@ class VllmSystem:
         versions = _versions(self._python)
         return {
             "version": ", ".join(f"{name} {version}" for name, version in versions.items()),
-            "threads": f"{os.cpu_count()}, bound",
+            "threads": f"{usable_cores()}, bound",
             "precision": "bfloat16",
         }
 
@@ -77,7 +78,7 @@ def environment_of(python: Path) -> Mapping[str, str]:
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         # by default it leaves a core to the other processes
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),

@@ -15,6 +15,7 @@ from specserve.config.tree import Config
 from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
+from specserve.host import usable_cores
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.library import load_tokenizer
 from specserve.models.device_formats import resolve_device
@@ -74,7 +75,7 @@ def set_num_threads(num_threads: int | None, *, sharers: int) -> None:
 
     The share is counted as if all `sharers` ran on this node.
     """
-    torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
+    torch.set_num_threads(num_threads or max(1, usable_cores() // sharers))
 
 
 def check_device(site: WorkerSite, name: str) -> None:

@@ -33,6 +33,7 @@ from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.drafters.registry import OpenDrafter, open_local_drafter
 from specserve.engine.draft_placement import APART, PlacementChoice
+from specserve.host import usable_cores
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
@@ -159,7 +160,7 @@ class TargetWorker:
         """
         assert self._drafter is not None
         target, draft = self._config.target, self._config.draft
-        share = max(1, (os.cpu_count() or 1) // (self._size + 1))
+        share = max(1, usable_cores() // (self._size + 1))
         choice, curve = try_placements(
             model,
             self._drafter,

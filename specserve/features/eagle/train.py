@@ -36,7 +36,7 @@ from specserve.features.eagle.train_heads import (
     text_windows,
 )
 from specserve.features.eagle.trainable_head import DEPTHS, EagleModule
-from specserve.host_memory import available_memory
+from specserve.host import available_memory
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.library import is_encoder_decoder, llama_config, read_config
 from specserve.models.checkpoints.weights import fingerprint

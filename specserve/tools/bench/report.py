@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from specserve import __version__
+from specserve.host import usable_cores
 from specserve.tools.bench.acceptance import AcceptanceCounts
 from specserve.tools.bench.counters import ServerSide
 from specserve.tools.bench.measurement import (
@@ -119,7 +119,7 @@ class BenchReport:
 def machine() -> str:
     """Return a description of this machine, from which the load comes."""
     return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.machine()}, {usable_cores()} cores, "
         f"Python {platform.python_version()}"
     )
 

@@ -18,6 +18,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import specserve
 from specserve import flashinfer_kernels
 from specserve.config.tree import DEMO
+from specserve.host import usable_cores
 from specserve.models.cpu.linear_kernels import (
     compiles_for_amx,
     missing_for_compiled,
@@ -283,7 +284,7 @@ def disk(folders: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
 
 def system() -> Iterator[Finding]:
     """Check this machine."""
-    threads = torch.get_num_threads()
+    threads = min(torch.get_num_threads(), usable_cores())
     yield from processor(processor_flags(), bf16=multiplies_bf16(), threads=threads)
     yield from onednn()
     yield from linear_layers(missing_for_compiled(), amx=compiles_for_amx())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specserve.cluster.engine import worker_setup
 from specserve.cluster.engine.group import _model_info
@@ -105,3 +106,17 @@ def test_a_device_is_named_as_its_node_counts_it() -> None:
     assert WorkerPlace("a1b2", 1, "cuda:1", ("4", "6")).hardware == "GPU 6"
     assert WorkerPlace("a1b2", 1, "cuda:0", ()).hardware == "cuda:0"
     assert WorkerPlace("a1b2", 1, "cpu", ("4",)).hardware == "cpu"
+
+
+def test_each_worker_takes_its_share_of_the_cores_that_its_container_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_setup, "usable_cores", lambda: 6)
+    before = torch.get_num_threads()
+    try:
+        worker_setup.set_num_threads(None, sharers=2)
+        assert torch.get_num_threads() == 3
+        worker_setup.set_num_threads(None, sharers=8)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

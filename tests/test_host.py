@@ -1,15 +1,16 @@
-"""Memory that is left: files in memory are no use of it, and a container's limit counts."""
+"""Memory and cores that a host leaves: kept files are no use of memory, and limits count."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from weakref import WeakSet
 
 import pytest
 
-from specserve import host_memory
+import specserve.host
 from specserve.claimed_memory import ClaimedMemory
-from specserve.host_memory import available_memory
+from specserve.host import available_memory, usable_cores
 
 GB = 2**30
 
@@ -22,9 +23,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     (tmp_path / "own").write_text("1:cpu:/\n0::/server\n")
     (tmp_path / "groups" / "server").mkdir(parents=True)
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(specserve.host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(specserve.host, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(specserve.host, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(ClaimedMemory, "_living", WeakSet())
     return tmp_path
 
@@ -56,3 +57,37 @@ def test_a_group_without_a_limit_has_what_the_host_has(host: Path, stated: str) 
 def test_a_host_that_says_less_has_what_holds_nothing(host: Path) -> None:
     (host / "meminfo").unlink()
     assert 0 < available_memory() < 2**60
+
+
+def test_as_many_cores_as_the_affinity_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 9, 11})
+    assert usable_cores() == 3
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_all", "expected"),
+    [
+        ("max 100000", None, 64),
+        ("250000 100000", None, 2),
+        ("max 100000", "300000 100000", 3),
+        ("50000 100000", "300000 100000", 1),
+        ("nothing", None, 64),
+        (None, None, 64),
+    ],
+)
+def test_a_container_has_the_cores_that_its_quota_leaves(
+    host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    of_server: str | None,
+    of_all: str | None,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    groups = host / "groups"
+    for folder, stated in ((groups / "server", of_server), (groups, of_all)):
+        if stated is not None:
+            (folder / "cpu.max").write_text(f"{stated}\n")
+    assert usable_cores() == expected

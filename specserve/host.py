@@ -1,4 +1,4 @@
-"""Memory of the host that a process can still take. Knows no devices and no models."""
+"""Memory and cores that a process can take of its host. Knows no devices and no models."""
 
 from __future__ import annotations
 
@@ -25,6 +25,36 @@ def available_memory() -> int:
     return max(0, least - ClaimedMemory.num_unclaimed())
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    `taskset` and Kubernetes' static CPU manager leave it certain cores; `docker run --cpus` and
+    systemd's `CPUQuota` limit the time that its control group has: 2.5 cores count as 2.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, int(_quota())))
+
+
+def _quota() -> float:
+    """Return the cores that this process's group, or one around it, has the time of."""
+    least = float(os.cpu_count() or 1)
+    try:
+        group = _own_group()
+        for one in (group, *group.parents):
+            if one != GROUPS and GROUPS not in one.parents:
+                break
+            if (one / "cpu.max").exists():
+                stated, period = (one / "cpu.max").read_text(encoding="ascii").split()
+                if stated != "max":
+                    least = min(least, int(stated) / int(period))
+    except (OSError, StopIteration, ValueError, ZeroDivisionError):
+        pass  # a system without such groups
+    return least
+
+
 def _available_on_host() -> int:
     if MEMINFO.exists():
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
@@ -39,12 +69,7 @@ def _left_in_group() -> int | None:
     Containers have one (version 2 of control groups).
     """
     try:
-        own = next(
-            line.split(":", 2)[2]
-            for line in OWN_GROUP.read_text(encoding="utf-8").splitlines()
-            if line.startswith("0::")
-        )
-        group = GROUPS / own.lstrip("/")
+        group = _own_group()
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":
             return None
@@ -57,3 +82,13 @@ def _left_in_group() -> int | None:
         return max(0, int(limit) - used + files)
     except (OSError, StopIteration, ValueError):
         return None
+
+
+def _own_group() -> Path:
+    """Return the folder of this process's control group (version 2)."""
+    own = next(
+        line.split(":", 2)[2]
+        for line in OWN_GROUP.read_text(encoding="utf-8").splitlines()
+        if line.startswith("0::")
+    )
+    return GROUPS / own.lstrip("/")
